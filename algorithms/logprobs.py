@@ -1,0 +1,109 @@
+"""Log-probabilities and entropies of tokens: the one scoring function for old, new and reference policy.
+
+Axes: B rows, T tokens, N scored tokens, V vocabulary, D width.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fncore import nn, random
+
+Batch = dict[str, Tensor]
+Forward = Callable[..., tuple[Tensor, Tensor]]  # (params, buffers, batch, *, key) -> hidden [B, T, D], unembedding [V, D]
+
+LOGITS_PER_CHUNK = 1 << 24  # 64 MiB in float32
+
+
+class Scores(NamedTuple):
+    """Index t talks about token t given those before it; 0 where the mask is off."""
+
+    logprobs: Tensor  # [B, T]
+    entropy: Tensor  # [B, T], nats
+
+
+def score(
+    forward: Forward, params: Any, buffers: Any, batch: Batch, *, temperature: float = 1.0, key: Tensor | None = None
+) -> Scores:
+    """Score the tokens that the mask selects, in float32 at least whatever the compute dtype.
+
+    batch: "tokens" `[B, T]`, "mask" `[B, T]` bool (off at index 0, which nothing predicts), "id" `[B]`: the rows'
+    global example ids, from which dropout keys are made where `key` is given. The shift from "hidden t predicts token
+    t + 1" to "index t scores token t" happens here and nowhere else.
+    """
+    tokens, mask = batch["tokens"], batch["mask"]
+    row_keys = None if key is None else random.fold_in(key, batch["id"])
+    hidden, weight = forward(params, buffers, batch, key=row_keys)
+    chosen = mask[:, 1:].flatten().nonzero().squeeze(1)  # [N]
+    logprobs, entropy = token_logprobs(
+        hidden[:, :-1].flatten(0, 1)[chosen], weight, tokens[:, 1:].flatten()[chosen], temperature=temperature
+    )
+
+    def place(values: Tensor) -> Tensor:  # [N] -> [B, T]
+        flat = values.new_zeros(mask[:, 1:].numel()).index_copy(0, chosen, values)
+        return F.pad(flat.view(mask.shape[0], -1), (1, 0))
+
+    return Scores(place(logprobs), place(entropy))
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`log softmax(hidden weight^T / temperature)` at the targets, and the entropy of that distribution.
+
+    hidden `[N, D]`, weight `[V, D]`, targets `[N]`; both results `[N]`, in float32 at least. At most `chunk` rows of
+    logits exist at a time, in forward and in backward, which computes them again.
+    """
+    chunk = chunk or max(1, LOGITS_PER_CHUNK // weight.shape[0])
+    logprobs, entropy, _ = _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk)
+    return logprobs, entropy
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    return F.linear(hidden, weight).to(nn.wide(hidden.dtype)) / temperature
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int):  # type: ignore[override]
+        parts = []
+        for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            logits = _scaled_logits(h, weight, temperature)
+            total = logits.logsumexp(dim=-1)
+            logprobs = logits.gather(-1, y[:, None]).squeeze(-1) - total
+            entropy = total - ((logits - total[:, None]).exp() * logits).sum(dim=-1)
+            parts.append((logprobs, entropy, total))
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        hidden, weight, targets, ctx.temperature, ctx.chunk = inputs
+        _, entropy, total = output
+        ctx.save_for_backward(hidden, weight, targets, entropy, total)
+        ctx.mark_non_differentiable(total)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy, _):  # type: ignore[override]
+        hidden, weight, targets, entropy, total = ctx.saved_tensors
+        grad_hidden, grad_weight = [], None
+        for rows in torch.arange(len(targets), device=targets.device).split(ctx.chunk):
+            h = hidden[rows]
+            logprobs = _scaled_logits(h, weight, ctx.temperature) - total[rows, None]
+            probs = logprobs.exp()
+            grad = torch.zeros_like(probs)
+            if grad_logprobs is not None:
+                target = F.one_hot(targets[rows], probs.shape[-1])
+                grad = grad + grad_logprobs[rows, None] * (target - probs)
+            if grad_entropy is not None:
+                grad = grad - grad_entropy[rows, None] * probs * (logprobs + entropy[rows, None])
+            grad = (grad / ctx.temperature).to(h.dtype)
+            grad_hidden.append(grad @ weight)
+            part = (grad.T @ h).to(nn.wide(h.dtype))
+            grad_weight = part if grad_weight is None else grad_weight + part
+        return torch.cat(grad_hidden), grad_weight, None, None, None

@@ -1,0 +1,1 @@
+"""Language-model training as pure functions over parameter pytrees."""

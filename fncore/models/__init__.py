@@ -1,0 +1,1 @@
+"""Models: functions of (params, buffers, tokens), and weights in and out."""

@@ -1,0 +1,103 @@
+"""Stateless layers. Axes: B rows, T query tokens, S key slots, H query heads, K key/value heads, C head width, D width."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from fncore import random
+
+Kernel = Literal["fused", "math"]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax, norms and losses: float32 at least, float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, computed in float32 at least (arXiv 1910.07467)."""
+    y = x.to(wide(x.dtype))
+    y = y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + eps)
+    return (y * weight).to(x.dtype)
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """`down (silu(gate x) * up x)` (arXiv 2002.05202). Weights `[out, in]`."""
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long-context RoPE of Llama 3.1: waves longer than the original context turn `factor` times slower, short ones
+    keep their pace, and those between are interpolated (arXiv 2407.21783, section 3.4.2)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        keep = keep.clamp(0.0, 1.0)
+        return frequencies * (keep + (1 - keep) / self.factor)
+
+
+def rope_frequencies(head_dim: int, *, theta: float, scaling: Llama3Scaling | None = None) -> Tensor:
+    """Angle per position of each pair of channels, `theta^(-2i / C)`: float64 `[C / 2]` (arXiv 2104.09864)."""
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    return frequencies if scaling is None else scaling(frequencies)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channel i with channel i + C/2 by the angle of the token's position.
+
+    x `[B, T, H, C]`; cos, sin `[B, T, C / 2]` or broadcastable.
+    """
+    cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, kernel: Kernel = "fused") -> Tensor:
+    """Grouped-query attention, `softmax(q k^T / sqrt(C)) v`.
+
+    q `[B, T, H, C]`; k, v `[B, K, S, C]` with H a multiple of K; mask `[B, T, S]`, True where a query may look, or None
+    for causal (then S = T). Returns `[B, T, H, C]`. A query that may look nowhere gets 0.
+
+    `kernel="math"` is made of plain matrix products: it is the faster one for a single query, and it has forward-mode
+    derivatives, which the fused CPU kernel lacks.
+    """
+    if kernel == "fused":
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k,
+            v,
+            attn_mask=None if mask is None else mask[:, None],
+            is_causal=mask is None,
+            enable_gqa=q.shape[2] != k.shape[1],
+        )
+        return out.transpose(1, 2)
+    heads, tokens = k.shape[1], q.shape[1]
+    if mask is None:
+        mask = torch.ones(tokens, k.shape[2], dtype=torch.bool, device=q.device).tril()[None]
+    grouped = rearrange(q, "b t (k g) c -> b k (g t) c", k=heads)
+    scores = (grouped @ k.transpose(-1, -2)).to(wide(q.dtype)) / math.sqrt(q.shape[-1])
+    allowed = mask.repeat(1, q.shape[2] // heads, 1)[:, None]
+    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1).masked_fill(~allowed, 0.0)
+    return rearrange(weights.to(v.dtype) @ v, "b k (g t) c -> b t (k g) c", t=tokens)
+
+
+def dropout(x: Tensor, key: Tensor, *, rate: float) -> Tensor:
+    """Zero each channel with probability `rate` and scale the others by `1 / (1 - rate)`. key `[B, T, 2]`, x `[B, T, D]`.
+
+    Each token has a key of its own, so what is dropped depends neither on padding nor on the neighbours in a batch.
+    """
+    keep = random.bernoulli(key, 1.0 - rate, (x.shape[-1],))
+    return torch.where(keep, x / (1.0 - rate), 0.0)
