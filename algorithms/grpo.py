@@ -48,6 +48,15 @@ VARIANTS = {
 # fmt: on
 
 
+def with_bounds(variant: Variant, *, low: float | None = None, high: float | None = None) -> Variant:
+    """The variant with other bounds in its objective. Raises `ValueError` for a bound that the objective doesn't have."""
+    changes = {name: value for name, value in (("low", low), ("high", high)) if value is not None}
+    known = getattr(variant.objective, "keywords", {})
+    for name in changes.keys() - known.keys():
+        raise ValueError(f"the objective of this variant has no bound {name!r}; it has {sorted(known) or 'none'}")
+    return variant._replace(objective=partial(variant.objective, **changes)) if changes else variant
+
+
 def policy_loss(
     score: Callable[..., Scores],
     variant: Variant,

@@ -13,7 +13,9 @@ from torch import Tensor
 from fncore import nn, random
 
 Batch = dict[str, Tensor]
-Forward = Callable[..., tuple[Tensor, Tensor]]  # (params, buffers, batch, *, key) -> hidden [B, T, D], unembedding [V, D]
+Forward = Callable[
+    ..., tuple[Tensor, Tensor]
+]  # (params, buffers, batch, *, key) -> hidden [B, T, D], unembedding [V, D]
 
 LOGITS_PER_CHUNK = 1 << 24  # 64 MiB in float32
 

@@ -30,7 +30,8 @@ def take(batch: Batch, rows: Tensor, *, width: int | None = None) -> Batch:
     if width is None:
         return out
     return {
-        name: value[:, :width] if value.dim() > 1 and value.shape[1] == columns else value for name, value in out.items()
+        name: value[:, :width] if value.dim() > 1 and value.shape[1] == columns else value
+        for name, value in out.items()
     }
 
 
@@ -49,6 +50,10 @@ def split(batch: Batch, *, tokens: int) -> list[Batch]:
         groups[-1].append(row)
     device = batch["tokens"].device
     return [
-        take(batch, torch.tensor(group, dtype=torch.int64, device=device), width=max([1, *(lengths[row] for row in group)]))
+        take(
+            batch,
+            torch.tensor(group, dtype=torch.int64, device=device),
+            width=max([1, *(lengths[row] for row in group)]),
+        )
         for group in groups
     ]

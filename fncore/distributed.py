@@ -53,7 +53,7 @@ class World:
 
     def reduce(self, values: Tree) -> Tree:
         """Gradients and metrics of all ranks together: a `Peak` is the maximum, everything else is added."""
-        is_peak = lambda node: isinstance(node, Peak)  # noqa: E731
+        is_peak = lambda node: isinstance(node, Peak)
         nodes, structure = tree.flatten(values, is_leaf=is_peak)
         sums = iter(self.sum([node for node in nodes if not is_peak(node)]))
         peaks = iter(self.max([node for node in nodes if is_peak(node)]))
@@ -125,7 +125,7 @@ def _hash(leaf: Tensor, chunk: int = 1 << 20) -> Tensor:
 
 
 def resolve_device(name: str) -> torch.device:
-    """"auto" is CUDA where there is any, with one device a local rank, else the CPU."""
+    """ "auto" is CUDA where there is any, with one device a local rank, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":

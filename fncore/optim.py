@@ -59,6 +59,16 @@ def warmup_stable_decay(peak: float, *, total: int, warm: int, decay: int, final
     return warmup(lambda step: tail(max(step - stable + 1, 0)), steps=warm)
 
 
+def named_schedule(name: str, peak: float, *, total: int, warm: int = 0) -> Schedule:
+    """The schedule that a command line names: warm up for `warm` steps, then "constant", "linear" or "cosine" to 0, or
+    "wsd" with a last tenth of decay."""
+    if name == "wsd":
+        return warmup_stable_decay(peak, total=total, warm=warm, decay=total // 10)
+    rest = max(total - warm, 1)
+    shapes = {"constant": constant(peak), "linear": linear(peak, total=rest), "cosine": cosine(peak, total=rest)}
+    return warmup(shapes[name], steps=warm)
+
+
 def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Tensor]:
     """Scale so that the global norm is at most `max_norm`. Returns the gradients and the norm before.
 

@@ -1,8 +1,8 @@
 """The training step, in three lines that stand in every trainer:
 
-    grads, metrics = gradients(loss, state, microbatches, key=key)                       # local
-    grads, metrics = world.reduce((grads, metrics))                                      # the explicit all-reduce
-    state, grad_norm = apply_gradients(state, grads, optimizer=optimizer, clip=1.0)      # the same on every rank
+grads, metrics = gradients(loss, state, microbatches, key=key)                       # local
+grads, metrics = world.reduce((grads, metrics))                                      # the explicit all-reduce
+state, grad_norm = apply_gradients(state, grads, optimizer=optimizer, clip=1.0)      # the same on every rank
 """
 
 from collections.abc import Callable, Sequence

@@ -3,11 +3,14 @@
 Axes: B rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, S cache slots.
 """
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
@@ -131,7 +134,7 @@ def cast(params: Params, dtype: torch.dtype) -> Params:
 
 def empty_cache(config: Config, *, rows: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> Cache:
     shape = (rows, config.num_key_value_heads, slots, config.head_dim)
-    make = lambda: [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]  # noqa: E731
+    make = lambda: [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
     return Cache(make(), make())
 
 
@@ -186,6 +189,19 @@ def block(
     x = x + (y if keys is None else nn.dropout(y, keys[0], rate=config.dropout))
     y = nn.swiglu(nn.rms_norm(x, layer["mlp_norm"], eps=config.rms_norm_eps), **layer["mlp"])
     return x + (y if keys is None else nn.dropout(y, keys[1], rate=config.dropout))
+
+
+def compiled_block() -> Callable[..., Tensor]:
+    """`block` through `torch.compile`: compiled once, used by every layer. Raises `ValueError` without a C++ compiler.
+
+    Inductor keeps intermediate results of fused bfloat16 operations in float32, and fuses otherwise with gradients than
+    without; old and new log-probabilities would then differ before any update. So it is told to round as eager does.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if compiler is None and not torch.cuda.is_available():
+        raise ValueError("--compile needs a C++ compiler (g++ or clang++), and none was found")
+    torch._inductor.config.emulate_precision_casts = True
+    return torch.compile(block, dynamic=True)
 
 
 def apply(

@@ -26,13 +26,13 @@ class Rollouts(NamedTuple):
         """True on sampled tokens, `[B, T]`."""
         return batch.spans(self.prompt_lengths, self.lengths, width=self.tokens.shape[1])
 
+    def rows(self) -> list[list[int]]:
+        """Ids of prompt and completion, without padding."""
+        return [row[:end] for row, end in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
+
     def completions(self) -> list[list[int]]:
-        return [
-            row[start:end]
-            for row, start, end in zip(
-                self.tokens.tolist(), self.prompt_lengths.tolist(), self.lengths.tolist(), strict=True
-            )
-        ]
+        """Ids of the completions alone."""
+        return [row[start:] for row, start in zip(self.rows(), self.prompt_lengths.tolist(), strict=True)]
 
 
 def filter_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
@@ -102,13 +102,10 @@ def generate(
     starts = starts.repeat_interleave(group)  # [B]
     tokens = torch.full((rows, longest + max_new_tokens), pad_token, dtype=torch.int64, device=device)
     lengths, truncated = starts.clone(), torch.ones(rows, dtype=torch.bool, device=device)
-    if rows == 0 or max_new_tokens == 0:
-        if rows:
-            tokens[:, :longest] = batch.pad(prompts, value=pad_token, device=device).repeat_interleave(group, dim=0)
-        return Rollouts(tokens, starts, lengths, truncated)
-
     prompt_tokens = batch.pad(prompts, value=pad_token, device=device)  # [P, T]
     tokens[:, :longest] = prompt_tokens.repeat_interleave(group, dim=0)
+    if rows == 0 or max_new_tokens == 0:
+        return Rollouts(tokens, starts, lengths, truncated)
     dtype = params["embed"].dtype
     prefix = decoder.empty_cache(config, rows=len(prompts), slots=longest, dtype=dtype, device=device)
     prompt_keys = None if dropout_keys is None else dropout_keys[::group]

@@ -1,0 +1,214 @@
+"""Verifiers: functions that score a completion, built from plain data in the process that runs them.
+
+A completion is untrusted text. The libraries that read it here (reasoning-gym, SymPy) hand some of it to Python's
+`eval`, so that `judging` puts every piece of code made from a string through a whitelist of names first.
+"""
+
+import difflib
+import dis
+import hashlib
+import importlib
+import inspect
+import logging
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from fncore.errors import UserError
+from fncore.text.tasks import gym_dataset
+
+Verifier = Callable[[list[dict[str, str]], str, str, int], object]
+"""`(prompt, completion, answer, index)` to a number; a function of an operator may return anything."""
+
+BUILTIN = ("task", "math")
+MATH_CHARACTERS = 2_000
+TASK_CHARACTERS = 20_000
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# Powers of powers and exponents of five digits and more, which would be computed in full.
+_HUGE = re.compile(r"(?:\^|\*\*)[\s({+-]*(?:\d{5,}|[\d\s(){}]*(?:\^|\*\*))")
+
+_NAMES = frozenset(
+    ["Integer", "Float", "Rational", "Symbol", "Function", "Add", "Mul", "Pow", "Abs", "sqrt", "cbrt", "root", "exp", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "atan2", "acot", "asec", "acsc", "sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh", "erf", "gamma", "factorial", "binomial", "floor", "ceiling", "sign", "Min", "Max", "pi", "E", "I", "oo", "x", "y", "z", "t", "u", "v", "w", "a", "b", "c", "n", "k", "C"]
+)
+_REFUSED = ("FORMAT", "FOR_ITER", "MAKE_FUNCTION", "IMPORT", "STORE", "SEND", "YIELD")
+
+
+class RefusedCode(Exception):
+    """Text of a model was about to run as code that is more than a formula or a literal."""
+
+
+def verifier(name: str, task_spec: dict[str, Any]) -> Verifier:
+    """The verifier of a reward.
+
+    Args:
+        name: "task" (the task's own), "math" (equality of formulas by math-verify), or "module:function", a function of
+            the operator that is called with the keyword arguments prompt, completion and answer.
+        task_spec: What the task's `spec()` returned.
+
+    Raises:
+        UserError: no such verifier, or it can't be loaded.
+    """
+    if name == "math":
+        return _math()
+    if name == "task":
+        return _gym(task_spec) if task_spec.get("kind") == "reasoning_gym" else _math()
+    if ":" in name:
+        function = _function(name)
+        return lambda prompt, completion, answer, index: function(prompt=prompt, completion=completion, answer=answer)
+    near = difflib.get_close_matches(name, BUILTIN, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"There is no reward {name!r}{hint}; a reward is one of {', '.join(BUILTIN)}, or module:function.")
+
+
+def provenance(name: str) -> dict[str, str]:
+    """The file of a loaded "module:function" and the SHA-256 of its bytes; nothing for the built-in verifiers."""
+    file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None) if ":" in name else None
+    return {"file": file, "sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()} if file else {}
+
+
+def extract_answer(completion: str) -> str:
+    """The text in the last `<answer>...</answer>` after the thinking, or all that follows the thinking, stripped."""
+    reply = completion.rpartition("</think>")[2]
+    found = _ANSWER.findall(reply)
+    return (found[-1] if found else reply).strip()
+
+
+@contextmanager
+def judging() -> Iterator[None]:
+    """While it lasts, code that this thread makes from a string may be a formula or a literal and nothing else.
+
+    Raises:
+        RefusedCode: inside, at the call of `eval` or `exec`, before anything has run.
+    """
+    _install_guard()
+    _guarded.active = True
+    try:
+        yield
+    finally:
+        _guarded.active = False
+
+
+_guarded = threading.local()
+_installed = threading.Event()
+
+
+def _install_guard() -> None:
+    # An audit hook sees what every library does, and can't be taken out again by anything that runs later.
+    if not _installed.is_set():
+        _installed.set()
+        sys.addaudithook(_audit)
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "exec" and getattr(_guarded, "active", False) and not _importing():
+        _check_code(arguments[0])
+
+
+def _check_code(code: CodeType) -> None:
+    unknown = {*code.co_names, *code.co_varnames, *code.co_cellvars} - _NAMES
+    if unknown:
+        raise RefusedCode(f"names {', '.join(sorted(unknown))}")
+    for operation in (instruction.opname for instruction in dis.get_instructions(code)):
+        # Arithmetic on SymPy's numbers is what a formula is; on literals it can only fill the memory.
+        if operation.startswith(_REFUSED) or (operation.startswith("BINARY") and not code.co_names):
+            raise RefusedCode(f"does {operation}")
+
+
+def _importing() -> bool:
+    frame = sys._getframe(2)
+    while frame:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _gym(spec: dict[str, Any]) -> Verifier:
+    dataset = gym_dataset(spec["name"], spec["config"])
+
+    def verify(prompt: list[dict[str, str]], completion: str, answer: str, index: int) -> float:
+        entry = dataset[index]
+        reply = extract_answer(completion)[-TASK_CHARACTERS:]
+        if _HUGE.search(reply):
+            return 0.0
+        try:
+            with judging():
+                return float(dataset.score_answer(reply, entry=entry))
+        except Exception:
+            # Scorers raise on replies that they can't take apart; that they can score at all was checked at the start.
+            return 0.0
+
+    entry = dataset[0]
+    try:
+        dataset.score_answer(entry["answer"], entry=entry)
+    except Exception as error:
+        raise UserError(f"Task {spec['name']!r} can't score its own answer: {type(error).__name__}: {error}.") from error
+    return verify
+
+
+def _math() -> Verifier:
+    try:
+        import math_verify
+    except ImportError as error:
+        raise UserError(f"The reward needs the package math-verify: {error}.") from error
+    # It warns once that its own time limit is off. That one needs signals; the scorer keeps time from outside.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+    def parse(formula: str) -> list[Any]:
+        # Free text yields the formula inside it; a bare one such as "x + 1" is only read between dollar signs.
+        found = math_verify.parse(formula, parsing_timeout=None)
+        return [*found, *math_verify.parse(f"${formula}$", parsing_timeout=None)] if "$" not in formula else found
+
+    def verify(prompt: list[dict[str, str]], completion: str, answer: str, index: int) -> float:
+        reply = extract_answer(completion[-MATH_CHARACTERS:])
+        if not answer.strip() or not reply:
+            return 0.0
+        if reply == answer.strip():
+            return 1.0
+        if _HUGE.search(reply):
+            return 0.0
+        gold = parse(answer)
+        try:
+            with judging():
+                # Free text around a formula is words, not factors; only a reply that is tagged as the answer is bare.
+                found = parse(reply) if _ANSWER.search(completion) else math_verify.parse(reply, parsing_timeout=None)
+                return float(math_verify.verify(gold, found, timeout_seconds=None))
+        except Exception:
+            return 0.0
+
+    verify([], "1.0", "1", 0)
+    return verify
+
+
+def _function(name: str) -> Callable[..., object]:
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise UserError(f"Reward {name!r} names no function, expected module:function.")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(f"Reward {name!r} can't be imported: {type(error).__name__}: {error}.") from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        near = difflib.get_close_matches(function_name, dir(module), n=1)
+        hint = f", did you mean {near[0]!r}?" if near else "."
+        raise UserError(f"Reward {name!r}: module {module_name!r} has no function {function_name!r}{hint}")
+    if not callable(function):
+        raise UserError(f"Reward {name!r} is {function!r:.80}, expected a function.")
+    try:
+        inspect.signature(function).bind(prompt=[], completion="", answer="")
+    except TypeError as error:
+        raise UserError(
+            f"Reward {name!r} can't be called with the keywords prompt, completion, answer: {error}."
+        ) from None
+    except ValueError:
+        pass  # Some functions written in C have no signature to look at.
+    return function

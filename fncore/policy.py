@@ -1,0 +1,36 @@
+"""A model with its tokenizer, as loaded from a folder and as written to one."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fncore.models import decoder, hf, locate
+from fncore.text.chat import stop_tokens
+from fncore.text.tokenizer import load_tokenizer
+
+
+class Policy(NamedTuple):
+    config: decoder.Config
+    params: decoder.Params  # in the master dtype
+    tokenizer: Any
+    stops: frozenset[int]
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of parameters and optimizer state for a compute dtype: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def load(model: str, *, dtype: torch.dtype, device: torch.device, dropout: float = 0.0) -> Policy:
+    """A folder, hub id, `.gguf` file or the name of a packaged model. dtype: the compute dtype."""
+    place = locate(model)
+    config, params = hf.load(place, dtype=master_dtype(dtype), device=device, dropout=dropout)
+    tokenizer = load_tokenizer(place)
+    return Policy(config, params, tokenizer, stop_tokens(tokenizer, place))
+
+
+def save(folder: Path, policy: Policy, *, card: str) -> None:
+    """Write a Hugging Face folder that `load` and `transformers` read."""
+    generation = {"eos_token_id": sorted(policy.stops), "pad_token_id": policy.tokenizer.pad_token_id}
+    hf.save(folder, policy.params, policy.config, tokenizer=policy.tokenizer, generation=generation, card=card)
