@@ -46,7 +46,7 @@ def score(
 
     def place(values: Tensor) -> Tensor:  # [N] -> [B, T]
         flat = values.new_zeros(mask[:, 1:].numel()).index_copy(0, chosen, values)
-        return F.pad(flat.view(mask.shape[0], -1), (1, 0))
+        return F.pad(flat.view(mask[:, 1:].shape), (1, 0))
 
     return Scores(place(logprobs), place(entropy))
 
@@ -94,15 +94,16 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy, _):  # type: ignore[override]
         hidden, weight, targets, entropy, total = ctx.saved_tensors
         grad_hidden, grad_weight = [], None
-        for rows in torch.arange(len(targets), device=targets.device).split(ctx.chunk):
-            h = hidden[rows]
+        for start in range(0, max(len(targets), 1), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            h, y = hidden[rows], targets[rows, None]
             logprobs = _scaled_logits(h, weight, ctx.temperature) - total[rows, None]
             probs = logprobs.exp()
             grad = torch.zeros_like(probs)
-            if grad_logprobs is not None:
-                target = F.one_hot(targets[rows], probs.shape[-1])
-                grad = grad + grad_logprobs[rows, None] * (target - probs)
-            if grad_entropy is not None:
+            if grad_logprobs is not None:  # d log p(y) / d logits = onehot(y) - p
+                g = grad_logprobs[rows, None]
+                grad = (grad - g * probs).scatter_add(-1, y, g)
+            if grad_entropy is not None:  # d H / d logits = -p (log p + H)
                 grad = grad - grad_entropy[rows, None] * probs * (logprobs + entropy[rows, None])
             grad = (grad / ctx.temperature).to(h.dtype)
             grad_hidden.append(grad @ weight)

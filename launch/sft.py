@@ -127,6 +127,14 @@ def main(config: Config) -> None:
             train(config, world, data, Quiz(task.heldout(config.eval_size), scorer) if config.eval_size else None)
 
 
+def check(config: Config) -> None:
+    """Raise `UserError` for settings that don't fit together."""
+    cli.require(
+        config, 1, "steps", "examples_per_step", "max_length", "tokens_per_microbatch", "layers", "heads", "max_new_tokens"
+    )
+    cli.require(config, 0, "eval_every", "eval_size", "check_replicas_every", "warmup_steps", "lr", "careless")
+
+
 class Quiz(NamedTuple):
     """Held-out problems and what judges the replies to them."""
 

@@ -34,7 +34,69 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _HUGE = re.compile(r"(?:\^|\*\*)[\s({+-]*(?:\d{5,}|[\d\s(){}]*(?:\^|\*\*))")
 
 _NAMES = frozenset(
-    ["Integer", "Float", "Rational", "Symbol", "Function", "Add", "Mul", "Pow", "Abs", "sqrt", "cbrt", "root", "exp", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "atan2", "acot", "asec", "acsc", "sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh", "erf", "gamma", "factorial", "binomial", "floor", "ceiling", "sign", "Min", "Max", "pi", "E", "I", "oo", "x", "y", "z", "t", "u", "v", "w", "a", "b", "c", "n", "k", "C"]
+    [
+        "Integer",
+        "Float",
+        "Rational",
+        "Symbol",
+        "Function",
+        "Add",
+        "Mul",
+        "Pow",
+        "Abs",
+        "sqrt",
+        "cbrt",
+        "root",
+        "exp",
+        "log",
+        "ln",
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "acot",
+        "asec",
+        "acsc",
+        "sinh",
+        "cosh",
+        "tanh",
+        "coth",
+        "asinh",
+        "acosh",
+        "atanh",
+        "erf",
+        "gamma",
+        "factorial",
+        "binomial",
+        "floor",
+        "ceiling",
+        "sign",
+        "Min",
+        "Max",
+        "pi",
+        "E",
+        "I",
+        "oo",
+        "x",
+        "y",
+        "z",
+        "t",
+        "u",
+        "v",
+        "w",
+        "a",
+        "b",
+        "c",
+        "n",
+        "k",
+        "C",
+    ]
 )
 _REFUSED = ("FORMAT", "FOR_ITER", "MAKE_FUNCTION", "IMPORT", "STORE", "SEND", "YIELD")
 
@@ -148,7 +210,9 @@ def _gym(spec: dict[str, Any]) -> Verifier:
     try:
         dataset.score_answer(entry["answer"], entry=entry)
     except Exception as error:
-        raise UserError(f"Task {spec['name']!r} can't score its own answer: {type(error).__name__}: {error}.") from error
+        raise UserError(
+            f"Task {spec['name']!r} can't score its own answer: {type(error).__name__}: {error}."
+        ) from error
     return verify
 
 

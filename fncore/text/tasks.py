@@ -77,7 +77,9 @@ def load_task(task: str, *, config: dict[str, Any] | None = None, seed: int, sys
         raise UserError(f"The options of task {task!r} are {shorten(config)}, expected an object of names and values.")
     if task.endswith(".jsonl") or Path(task).is_file():
         if config:
-            raise UserError(f"Task {task!r} is a file and has no options, but {', '.join(map(repr, config))} was given.")
+            raise UserError(
+                f"Task {task!r} is a file and has no options, but {', '.join(map(repr, config))} was given."
+            )
         return _FileTask(task, seed, system)
     return _GymTask(task, config, seed, system)
 

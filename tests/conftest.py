@@ -1,0 +1,11 @@
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+# `HYPOTHESIS_PROFILE=thorough pytest` looks at many more examples.
+common = dict(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+settings.register_profile("fast", max_examples=8, derandomize=True, **common)
+settings.register_profile("thorough", max_examples=200, **common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+torch.set_num_threads(1)
