@@ -11,6 +11,7 @@ import importlib
 import inspect
 import logging
 import re
+import string
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -29,75 +30,22 @@ BUILTIN = ("task", "math")
 MATH_CHARACTERS = 2_000
 TASK_CHARACTERS = 20_000
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # Powers of powers and exponents of five digits and more, which would be computed in full.
-_HUGE = re.compile(r"(?:\^|\*\*)[\s({+-]*(?:\d{5,}|[\d\s(){}]*(?:\^|\*\*))")
+_HUGE = re.compile(r"(?:\^|\*\*)[\s\d({]*(?:\^|\*\*)|(?:\^|\*\*)[\s({+-]*\d{5,}")
+_WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}")
 
 _NAMES = frozenset(
-    [
-        "Integer",
-        "Float",
-        "Rational",
-        "Symbol",
-        "Function",
-        "Add",
-        "Mul",
-        "Pow",
-        "Abs",
-        "sqrt",
-        "cbrt",
-        "root",
-        "exp",
-        "log",
-        "ln",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "asin",
-        "acos",
-        "atan",
-        "atan2",
-        "acot",
-        "asec",
-        "acsc",
-        "sinh",
-        "cosh",
-        "tanh",
-        "coth",
-        "asinh",
-        "acosh",
-        "atanh",
-        "erf",
-        "gamma",
-        "factorial",
-        "binomial",
-        "floor",
-        "ceiling",
-        "sign",
-        "Min",
-        "Max",
-        "pi",
-        "E",
-        "I",
-        "oo",
-        "x",
-        "y",
-        "z",
-        "t",
-        "u",
-        "v",
-        "w",
-        "a",
-        "b",
-        "c",
-        "n",
-        "k",
-        "C",
-    ]
-)
+    re.findall(
+        r"\w+",
+        """
+        Integer Float Rational Symbol Function Add Mul Pow Abs sqrt cbrt root exp log ln sin cos tan cot sec csc
+        asin acos atan atan2 acot asec acsc sinh cosh tanh coth asinh acosh atanh erf gamma factorial binomial
+        floor ceiling sign Min Max pi oo
+        """,
+    )
+).union(string.ascii_letters)
+# How SymPy's parser makes its names, before it reads a text.
+_SYMPY = compile("from sympy import *", "<string>", "exec")
 _REFUSED = ("FORMAT", "FOR_ITER", "MAKE_FUNCTION", "IMPORT", "STORE", "SEND", "YIELD")
 
 
@@ -136,9 +84,8 @@ def provenance(name: str) -> dict[str, str]:
 
 def extract_answer(completion: str) -> str:
     """The text in the last `<answer>...</answer>` after the thinking, or all that follows the thinking, stripped."""
-    reply = completion.rpartition("</think>")[2]
-    found = _ANSWER.findall(reply)
-    return (found[-1] if found else reply).strip()
+    answer = _tagged(completion)
+    return (_reply(completion) if answer is None else answer).strip()
 
 
 @contextmanager
@@ -154,6 +101,17 @@ def judging() -> Iterator[None]:
         yield
     finally:
         _guarded.active = False
+
+
+def _reply(completion: str) -> str:
+    return completion.rpartition("</think>")[2]
+
+
+def _tagged(completion: str) -> str | None:
+    # Not by a regular expression: a completion of nothing but opening tags would take quadratic time.
+    before, closing, _ = _reply(completion).rpartition("</answer>")
+    _, opening, answer = before.rpartition("<answer>")
+    return answer if opening and closing else None
 
 
 _guarded = threading.local()
@@ -173,6 +131,9 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _check_code(code: CodeType) -> None:
+    # Code objects as such differ by the flags of the module that made them.
+    if (code.co_code, code.co_names, code.co_consts) == (_SYMPY.co_code, _SYMPY.co_names, _SYMPY.co_consts):
+        return
     unknown = {*code.co_names, *code.co_varnames, *code.co_cellvars} - _NAMES
     if unknown:
         raise RefusedCode(f"names {', '.join(sorted(unknown))}")
@@ -224,24 +185,29 @@ def _math() -> Verifier:
     # It warns once that its own time limit is off. That one needs signals; the scorer keeps time from outside.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-    def parse(formula: str) -> list[Any]:
-        # Free text yields the formula inside it; a bare one such as "x + 1" is only read between dollar signs.
-        found = math_verify.parse(formula, parsing_timeout=None)
-        return [*found, *math_verify.parse(f"${formula}$", parsing_timeout=None)] if "$" not in formula else found
+    def read(text: str) -> list[Any]:
+        return math_verify.parse(text, parsing_timeout=None)
+
+    def read_answer(text: str) -> list[Any]:
+        # In text the library looks for a number ("1" in "x + 1"); all of a formula is read between dollar signs.
+        formula = f"${text}$"
+        if "$" in text:
+            return read(text)
+        return (read(text) or read(formula)) if _WORD.search(text) else (read(formula) or read(text))
 
     def verify(prompt: list[dict[str, str]], completion: str, answer: str, index: int) -> float:
-        reply = extract_answer(completion[-MATH_CHARACTERS:])
+        completion = completion[-MATH_CHARACTERS:]
+        reply, tagged = extract_answer(completion), _tagged(completion) is not None
         if not answer.strip() or not reply:
             return 0.0
         if reply == answer.strip():
             return 1.0
-        if _HUGE.search(reply):
+        if _HUGE.search(reply if tagged else reply.rpartition("\n")[2]):
             return 0.0
-        gold = parse(answer)
+        gold = read_answer(answer)
         try:
             with judging():
-                # Free text around a formula is words, not factors; only a reply that is tagged as the answer is bare.
-                found = parse(reply) if _ANSWER.search(completion) else math_verify.parse(reply, parsing_timeout=None)
+                found = read_answer(reply) if tagged else read(reply)
                 return float(math_verify.verify(gold, found, timeout_seconds=None))
         except Exception:
             return 0.0

@@ -366,17 +366,15 @@ def load(
     the config, since model files don't state one. Raises `UserError` for what can't be found, read or computed.
     """
     path = resolve(str(model))
-    if path.is_dir():
-        file = path / "config.json"
-        config = config_from_hf(_read_json(file))
-        tensors: Iterable[tuple[str, Tensor]] = _read_safetensors(path)
+    mapped = path.is_dir()  # safetensors' tensors lie in the file itself; dequantised ones are new
+    tensors: Iterable[tuple[str, Tensor]]
+    if mapped:
+        raw, tensors = _read_json(path / "config.json"), _read_safetensors(path)
     else:
         raw, tensors = _read_gguf(path)
-        config = config_from_hf(raw)
     try:
-        state = {
-            name: tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format) for name, tensor in tensors
-        }
+        config = config_from_hf(raw)
+        state = {name: tensor.to(device, dtype, copy=mapped).contiguous() for name, tensor in tensors}
         params = from_state_dict(state, config)
     except UserError as error:
         raise UserError(f"{model}: {error}") from error
@@ -483,9 +481,10 @@ def _gguf_tensors(reader: Any, family: str, raw: Mapping[str, Any]) -> Iterator[
             if part in _GGUF_LAYER_NAMES:
                 name = f"model.layers.{index}.{_GGUF_LAYER_NAMES[part]}.{kind}"
         try:
-            value = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+            array = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise UserError(f"{tensor.name}: quantisation {tensor.tensor_type.name} is not supported") from error
+        value = torch.from_numpy(array if array.flags.writeable else array.copy())
         if family == "llama" and ".self_attn.q_proj." in name:
             value = _unpermute(value, raw["num_attention_heads"])
         elif family == "llama" and ".self_attn.k_proj." in name:
@@ -539,6 +538,7 @@ def save(
             tokenizer.save_pretrained(draft)
         save_file(state, draft / "model.safetensors", metadata={"format": "pt"})
         _write_json(draft / "config.json", raw)
+        (draft / "model.safetensors").chmod((draft / "config.json").stat().st_mode)  # safetensors makes it private
         _write_json(draft / "generation_config.json", generation)
         (draft / "README.md").write_text(_card(config, raw) if card is None else card, encoding="utf-8")
         for path in (*draft.rglob("*"), draft):

@@ -23,7 +23,8 @@ FUNCTIONS = """
 import math, os, sys, time
 
 def length(prompt, completion, answer): return len(completion)
-def echo(prompt, completion, answer): return float(completion == "\\ud800 \\U0001f600 \\x00\\n" and prompt[0]["content"] == "6 * 7?")
+def echo(prompt, completion, answer):
+    return float(completion == "\\ud800 \\U0001f600 \\x00\\n" and prompt[0]["content"] == "6 * 7?")
 def heavy(prompt, completion, answer): return "torch" in sys.modules or "transformers" in sys.modules
 def failing(prompt, completion, answer): raise KeyError("no such thing")
 def hanging(prompt, completion, answer): time.sleep(60 if completion == "bad" else 0); return 1
@@ -94,6 +95,12 @@ def test_extract_answer(completion, expected):
         ("x + 1", "<answer>1 + x</answer>", 1),
         ("x + 1", "<answer>1 - x</answer>", 0),
         ("yes", "<answer>yes</answer>", 1),
+        ("1", "<answer>1 - x</answer>", 0),
+        (r"\sin(x)", "<answer>sin(x)</answer>", 0),
+        (r"2\sqrt{3}", r"<answer>\sqrt{12}</answer>", 1),
+        ("72", "<answer>72 apples</answer>", 1),
+        ("18", "<answer>$18.00 per day</answer>", 1),
+        ("(1, 2)", "<answer>(2, 1)</answer>", 0),
         ("42", "x" * 100_000 + " 42", 1),
         ("42", "42 " + "x" * 100_000, 0),
         ("42", "\ud800", 0),
@@ -144,13 +151,19 @@ def test_scorers_of_reasoning_gym_run_nothing_that_a_model_wrote(name, completio
     assert not touched.exists()
 
 
-@pytest.mark.parametrize("name", ["countdown", "polynomial_multiplication", "simple_integration", "spiral_matrix"])
+@pytest.mark.parametrize("name", ["countdown", "polynomial_multiplication", "simple_integration"])
 def test_the_guard_lets_right_answers_through(name):
     task = load_task(name, config={}, seed=0)
     score = verifier("task", task.spec())
     for example in (task.train(position) for position in range(5)):
-        completion = str(example.answer.split()) if name == "spiral_matrix" else example.answer
-        assert score(example.prompt, completion, example.answer, example.index) == 1
+        assert score(example.prompt, example.answer, example.answer, example.index) == 1
+
+
+def test_the_guard_lets_a_list_through():
+    example = (task := load_task("spiral_matrix", config={}, seed=0)).train(0)
+    completion = str([int(number) for number in example.answer.split()])
+    # The task gives a tenth to a list in Python's notation, which it reads by eval.
+    assert verifier("task", task.spec())(example.prompt, completion, example.answer, example.index) == 0.1
 
 
 def test_only_formulas_and_literals_run_while_judging():
@@ -214,9 +227,8 @@ def test_a_failing_function_stops_the_run_or_gets_the_score_for_errors(functions
     with Scorer(rewards, weights=[1, 1], task_spec=FILE, timeout=0.5, on_error=-2.0) as scorer:
         assert scorer.score([sample("bad")]) == [{reward: -2.0, "my_rewards:length": 3.0}]
         assert scorer.errors == 1
-    with Scorer(rewards, weights=[1, 1], task_spec=FILE, timeout=0.5) as scorer:
-        with pytest.raises(RewardError) as caught:
-            scorer.score([sample("bad")])
+    with Scorer(rewards, weights=[1, 1], task_spec=FILE, timeout=0.5) as scorer, pytest.raises(RewardError) as caught:
+        scorer.score([sample("bad")])
     for part in (reward, problem, "6 * 7?", "'bad'"):
         assert part in str(caught.value)
 
@@ -240,7 +252,7 @@ def test_prints_and_odd_text_do_not_disturb_the_protocol(functions):
 
 def test_a_hostile_completion_scores_zero_and_is_counted():
     with Scorer(["math"], weights=[1], task_spec=FILE, timeout=1.0) as scorer:
-        hostile = ["__import__('os').system('exit')", "$(9^9)^{(9^9)}$", "$1000000000!$", "42"]
+        hostile = ["__import__('os').system('exit')", "$1000000000!$", "(9**99)**(9999)**9", "42"]
         assert [scores["math"] for scores in scorer.score([sample(text) for text in hostile])] == [0, 0, 0, 1]
         assert scorer.errors == 2
 

@@ -37,7 +37,7 @@ def test_lines_are_numbered_from_one_and_a_byte_order_mark_and_trailing_blank_li
 )
 def test_a_bad_line_is_named(write, line, value):
     path = write({"a": 1}, line, {"a": 2})
-    with pytest.raises(UserError, match="data.jsonl, line 2") as caught:
+    with pytest.raises(UserError, match=r"data\.jsonl, line 2") as caught:
         list(read_jsonl(path))
     assert value in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -84,7 +84,7 @@ def test_conversations_drop_unknown_keys_and_keep_tool_calls_of_either_spelling(
 )
 def test_a_bad_conversation_is_named(write, record, value):
     path = write({"messages": [USER, REPLY]}, record)
-    with pytest.raises(UserError, match="data.jsonl, line 2.*expected") as caught:
+    with pytest.raises(UserError, match=r"data\.jsonl, line 2.*expected") as caught:
         conversations(path)
     assert value in str(caught.value)
     str(caught.value).encode()

@@ -154,7 +154,7 @@ def test_a_file_of_held_out_problems_alone_is_an_error(write):
 )
 def test_a_bad_record_is_named(write, record, value):
     path = write({"prompt": "1 + 1?", "answer": 2}, record)
-    with pytest.raises(UserError, match="prompts.jsonl, line 2.*expected") as caught:
+    with pytest.raises(UserError, match=r"prompts\.jsonl, line 2.*expected") as caught:
         load_task(path, config={}, seed=0)
     assert value in str(caught.value)
 
