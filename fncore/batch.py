@@ -45,7 +45,7 @@ def split(batch: Batch, *, tokens: int) -> list[Batch]:
     order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
     groups: list[list[int]] = [[]]
     for row in order:
-        if groups[-1] and (len(groups[-1]) + 1) * lengths[row] > tokens:
+        if groups[-1] and (len(groups[-1]) + 1) * max(lengths[row], 1) > tokens:
             groups.append([])
         groups[-1].append(row)
     device = batch["tokens"].device

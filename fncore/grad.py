@@ -1,7 +1,8 @@
 """The only place that differentiates.
 
-`value_and_grad` serves the hot path: `torch.autograd.grad` over detached leaves, the same bits as
-`torch.func.grad_and_value` at half its memory. The other three serve what autograd alone can't, on `torch.func`.
+`value_and_grad` serves the hot path: `torch.autograd.grad` over detached leaves, the same bits as `backward()` and, up
+to rounding, the gradients of `torch.func.grad_and_value` at half its memory. The other three serve what autograd alone
+can't, on `torch.func`.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,10 @@ def value_and_grad(function: Callable[..., tuple[Tensor, Any]]) -> Callable[...,
         with torch.enable_grad():
             leaves = [leaf.detach().requires_grad_() for leaf in tree.leaves(params)]
             value, aux = function(tree.unflatten(tree.structure(params), leaves), *args, **kwargs)
-            grads = torch.autograd.grad(value, leaves, materialize_grads=True)
+            if value.requires_grad:
+                grads = torch.autograd.grad(value, leaves, materialize_grads=True)
+            else:  # no leaf is used at all
+                grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
         aux = tree.map(lambda leaf: leaf.detach(), aux)
         return value.detach(), aux, tree.unflatten(tree.structure(params), grads)
 

@@ -72,7 +72,7 @@ def named_schedule(name: str, peak: float, *, total: int, warm: int = 0) -> Sche
 def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Tensor]:
     """Scale so that the global norm is at most `max_norm`. Returns the gradients and the norm before.
 
-    Where the norm is NaN or infinite, so is every scaled gradient: callers look at the norm.
+    Where the norm is NaN or infinite, the scaled gradients are of no use (NaN, or 0): callers look at the norm.
     """
     norm = tree.global_norm(grads)
     return tree.scale(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0)), norm
@@ -127,6 +127,8 @@ def adamw(
         count = state.count + 1
         for decay in (True, False):
             chosen = [decays(name, leaf) == decay for name, leaf in tree.named_leaves(params)]
+            if not any(chosen):  # the kernel takes no empty list
+                continue
             p, g, m, v = (
                 [leaf for leaf, take in zip(tree.leaves(part), chosen, strict=True) if take]
                 for part in (params, grads, state.mean, state.square)

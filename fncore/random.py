@@ -63,11 +63,12 @@ def bits(key: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
 
 
 def uniform(key: Tensor, shape: tuple[int, ...] = (), *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform on [0, 1) with 24 bits (53 in float64), `key.shape[:-1] + shape`."""
+    """Uniform on [0, 1) with as many bits as `dtype` holds (24 in float32, 53 in float64), `key.shape[:-1] + shape`."""
     if dtype == torch.float64:
         words = bits(key, (2, *shape)).movedim(key.dim() - 1, 0)
         return (((words[0] & 0x1FFFFF) << 32) | words[1]).to(dtype) * 2.0**-53
-    return (bits(key, shape) >> 8).to(dtype) * 2.0**-24
+    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    return (bits(key, shape) >> (32 - digits)).to(dtype) * 2.0**-digits
 
 
 def normal(key: Tensor, shape: tuple[int, ...] = (), *, dtype: torch.dtype = torch.float32) -> Tensor:

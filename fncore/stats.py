@@ -63,7 +63,8 @@ def report(metrics: Metrics) -> dict[str, float]:
     for name, value in metrics.items():
         if isinstance(value, Stat):
             out[name] = value.mean()
+        elif isinstance(value, Peak):
+            out[name] = 0.0 if value.value.item() == -torch.inf else value.value.item()
         else:
-            number = (value.value if isinstance(value, Peak) else value).item()
-            out[name] = 0.0 if number == -torch.inf else number
+            out[name] = value.item()
     return out

@@ -80,7 +80,8 @@ def generate(
 
     params: in the compute dtype (`decoder.cast`). keys `[B, 2]`: one for each sample, B a multiple of P, made from the
     samples' global ids so that a completion depends neither on the rank nor on its neighbours. A row ends after a
-    token of `stop_tokens`, which is kept, or after `max_new_tokens`. dropout_keys `[B, 2]`: sample with dropout on.
+    token of `stop_tokens`, which is kept, or after `max_new_tokens`. dropout_keys `[B, 2]`: sample with dropout on;
+    each sample then reads its prompt under its own key, as a forward pass over the finished row with that key does.
 
     Raises `ValueError` before any work for an empty prompt, or one that leaves too little room under the model's
     position limit.
@@ -98,6 +99,8 @@ def generate(
     group = rows // max(len(prompts), 1)
     if group * len(prompts) != rows:
         raise ValueError(f"generate: {rows} keys are not a multiple of {len(prompts)} prompts")
+    if dropout_keys is not None:
+        prompts, group = [prompt for prompt in prompts for _ in range(group)], 1
     starts = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64, device=device)
     starts = starts.repeat_interleave(group)  # [B]
     tokens = torch.full((rows, longest + max_new_tokens), pad_token, dtype=torch.int64, device=device)
@@ -108,8 +111,7 @@ def generate(
         return Rollouts(tokens, starts, lengths, truncated)
     dtype = params["embed"].dtype
     prefix = decoder.empty_cache(config, rows=len(prompts), slots=longest, dtype=dtype, device=device)
-    prompt_keys = None if dropout_keys is None else dropout_keys[::group]
-    hidden = decoder.apply(params, buffers, prompt_tokens, config=config, cache=prefix, key=prompt_keys).hidden
+    hidden = decoder.apply(params, buffers, prompt_tokens, config=config, cache=prefix, key=dropout_keys).hidden
     last = hidden[torch.arange(len(prompts), device=device), starts[::group] - 1]  # [P, D]
     logits = decoder.unembed(params, last).repeat_interleave(group, dim=0)  # [B, V]
     cache = decoder.widen_cache(prefix, group=group, slots=longest + max_new_tokens)

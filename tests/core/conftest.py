@@ -25,7 +25,9 @@ def build(*, seed=0, dtype=torch.float64, **overrides):
     params = decoder.init(config, key=key, dtype=dtype)
 
     def noisy(name, leaf):
-        noise = random.normal(random.fold_in(random.fold_in(key, "noise"), name), tuple(leaf.shape), dtype=torch.float64)
+        noise = random.normal(
+            random.fold_in(random.fold_in(key, "noise"), name), tuple(leaf.shape), dtype=torch.float64
+        )
         return leaf + (0.3 if leaf.dim() == 1 else 0.5) * noise.to(dtype)
 
     return config, tree.map_named(noisy, params), decoder.buffers(config, device="cpu", dtype=dtype)

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,7 +77,7 @@ def test_split_keeps_the_budget_and_pads_to_the_longest_row_alone(ids, tokens):
 @given(ragged, budgets)
 def test_neighbouring_microbatches_would_not_fit_together(ids, tokens):
     parts = batch.split(rows_of(ids), tokens=tokens)
-    for left, right in zip(parts, parts[1:]):
+    for left, right in pairwise(parts):
         shortest = max(1, int(right["lengths"].min()))
         assert (len(left["row"]) + 1) * shortest > tokens
 
@@ -103,3 +105,8 @@ def test_take_narrows_per_token_arrays_alone():
     assert out["lengths"].tolist() == [1, 2]
     assert out["prompt"].shape == (2, 5)
     assert whole["tokens"].shape == (3, 4)
+
+
+def test_split_counts_the_padding_of_rows_without_tokens():
+    parts = batch.split(rows_of([[]] * 9), tokens=4)
+    assert [len(part["row"]) for part in parts] == [4, 4, 1]

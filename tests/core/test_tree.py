@@ -9,9 +9,11 @@ floats = st.floats(-8, 8, width=32)
 tensors = st.lists(floats, max_size=4).map(torch.tensor)
 trees = st.recursive(
     tensors,
-    lambda inner: st.lists(inner, min_size=1, max_size=3)
-    | st.dictionaries(st.sampled_from("abcd"), inner, min_size=1, max_size=3)
-    | st.tuples(inner, inner),
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3)
+        | st.dictionaries(st.sampled_from("abcd"), inner, min_size=1, max_size=3)
+        | st.tuples(inner, inner)
+    ),
     max_leaves=8,
 )
 

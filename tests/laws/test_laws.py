@@ -1,5 +1,7 @@
 """The laws that need no second process, for every algorithm. `tests/gloo` holds those on real ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from functorch import make_fx
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from algorithms.grpo import VARIANTS, policy_loss
+from algorithms.logprobs import Scores
 from fncore import random, stats, tree
 from fncore.batch import take
 from fncore.grad import value_and_grad
@@ -117,15 +120,14 @@ def test_padding(algorithm, data):
 def test_masked_positions_get_exactly_no_gradient(algorithm, data):
     """Whatever stands at a masked position, log-ratios of 1e3 included, its log-probability's gradient is exactly 0."""
     batch = weigh(ALGORITHMS[algorithm], rows(data.draw(seeds), data.draw(groups(least=1))))
-    extreme = torch.where(batch["mask"], batch["old_logprobs"], 1e3)
-    batch |= {"old_logprobs": extreme, "ref_logprobs": -extreme}
-    from algorithms.logprobs import Scores
-
-    loss = ALGORITHMS[algorithm].loss(lambda params, buffers, batch, *, key=None: Scores(params, params))
-    total, _, grads = value_and_grad(loss)(torch.full_like(extreme, -1.0), None, batch)
-    assert total.isfinite()
-    assert grads.isfinite().all()
-    assert (grads[~batch["mask"]] == 0).all()
+    mask, loss = batch["mask"], ALGORITHMS[algorithm].loss(lambda params, *_, key=None: Scores(params, params))
+    for extreme in (1e3, -1e3):
+        old, ref = (torch.where(mask, batch[name], extreme) for name in ("old_logprobs", "ref_logprobs"))
+        spoiled = {**batch, "old_logprobs": old, "ref_logprobs": ref}
+        total, _, grads = value_and_grad(loss)(torch.full_like(old, -1.0), None, spoiled)
+        assert total.isfinite()
+        assert grads.isfinite().all()
+        assert (grads[~mask] == 0).all()
 
 
 @every_algorithm
@@ -252,8 +254,6 @@ def test_used(algorithm, model):
 def test_tied_gradient_is_the_sum_of_both_uses(data):
     """The one leaf's gradient equals those of an untied twin's two leaves together."""
     config = MODELS["tied"]
-    from dataclasses import replace
-
     lengths, seed = data.draw(groups(least=1)), data.draw(seeds)
     p = problem("supervised", "tied", seed, lengths)
     twin = replace(config, tie_word_embeddings=False)
