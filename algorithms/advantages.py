@@ -44,7 +44,7 @@ def plain(rewards: Tensor) -> Tensor:
 class Moments(NamedTuple):
     """What whitening needs of all ranks, in parts that add."""
 
-    count: Tensor
+    number: Tensor
     total: Tensor
     square: Tensor
 
@@ -55,8 +55,8 @@ def moments(values: Tensor, mask: Tensor) -> Moments:
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Moments, *, eps: float = 1e-8) -> Tensor:
-    """`(x - mean) / sqrt(var + eps)` where the mask is on, 0 elsewhere, with the moments of the global batch. `[B, T]`."""
-    count = moments.count.clamp(min=1)
-    mean = moments.total / count
-    variance = (moments.square / count - mean.square()).clamp(min=0)
+    """`(x - mean) / sqrt(var + eps)` where the mask is on, 0 elsewhere; moments of the global batch. `[B, T]`."""
+    number = moments.number.clamp(min=1)
+    mean = moments.total / number
+    variance = (moments.square / number - mean.square()).clamp(min=0)
     return torch.where(mask, (values - mean) / (variance + eps).sqrt(), 0.0)

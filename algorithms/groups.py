@@ -4,7 +4,7 @@ Axes: P prompts, G samples of a prompt, B = P * G rows, T tokens.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class Group(NamedTuple):
 
 
 def rollout(
-    engine: Callable[..., Any],
+    engine: Any,
     params: Any,
     task: Task,
     scorer: Scorer,
@@ -48,7 +48,7 @@ def rollout(
     key: Tensor,
     dropout: bool = False,
 ) -> list[Group]:
-    """Sample and reward whole groups for the training examples at `positions`.
+    """Sample and reward whole groups for the training examples at `positions`, with an engine of `fncore.sampling`.
 
     Every sample's key is made from `key` and its global id `position * G + g`, so that neither the rank nor the other
     prompts play a part.

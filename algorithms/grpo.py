@@ -49,7 +49,7 @@ VARIANTS = {
 
 
 def with_bounds(variant: Variant, *, low: float | None = None, high: float | None = None) -> Variant:
-    """The variant with other bounds in its objective. Raises `ValueError` for a bound that the objective doesn't have."""
+    """The variant with other bounds in its objective. Raises `ValueError` for a bound that the objective lacks."""
     changes = {name: value for name, value in (("low", low), ("high", high)) if value is not None}
     known = getattr(variant.objective, "keywords", {})
     for name in changes.keys() - known.keys():

@@ -4,6 +4,7 @@ Axes: B rows, T tokens, N scored tokens, V vocabulary, D width.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ Forward = Callable[
     ..., tuple[Tensor, Tensor]
 ]  # (params, buffers, batch, *, key) -> hidden [B, T, D], unembedding [V, D]
 
-LOGITS_PER_CHUNK = 1 << 24  # 64 MiB in float32
+LOGITS_PER_CHUNK = {"cpu": 1 << 21, "cuda": 1 << 24}  # 8 MiB in float32, which stays in a CPU's cache; 64 MiB
+CHUNKS_PER_PRODUCT = 8  # of the gradient of logits, in the compute dtype, before it is multiplied
 
 
 class Scores(NamedTuple):
@@ -57,15 +59,16 @@ def token_logprobs(
     """`log softmax(hidden weight^T / temperature)` at the targets, and the entropy of that distribution.
 
     hidden `[N, D]`, weight `[V, D]`, targets `[N]`; both results `[N]`, in float32 at least. At most `chunk` rows of
-    logits exist at a time, in forward and in backward, which computes them again.
+    logits exist at a time, in forward and in backward, which computes them again and holds the gradients of a few.
     """
-    chunk = chunk or max(1, LOGITS_PER_CHUNK // weight.shape[0])
+    chunk = chunk or max(1, LOGITS_PER_CHUNK.get(weight.device.type, 1 << 24) // weight.shape[0])
     logprobs, entropy, _ = _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk)
     return logprobs, entropy
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return F.linear(hidden, weight).to(nn.wide(hidden.dtype)) / temperature
+    logits = F.linear(hidden, weight).to(nn.wide(hidden.dtype))
+    return logits if temperature == 1.0 else logits / temperature
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -93,20 +96,28 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy, _):  # type: ignore[override]
         hidden, weight, targets, entropy, total = ctx.saved_tensors
-        grad_hidden, grad_weight = [], None
-        for start in range(0, max(len(targets), 1), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
+
+        def grad_logits(start: int, end: int) -> Tensor:
+            rows = slice(start, end)
             h, y = hidden[rows], targets[rows, None]
             logprobs = _scaled_logits(h, weight, ctx.temperature) - total[rows, None]
-            probs = logprobs.exp()
-            grad = torch.zeros_like(probs)
+            slope = torch.zeros_like(total[rows, None])
             if grad_logprobs is not None:  # d log p(y) / d logits = onehot(y) - p
-                g = grad_logprobs[rows, None]
-                grad = (grad - g * probs).scatter_add(-1, y, g)
+                slope = -grad_logprobs[rows, None]
             if grad_entropy is not None:  # d H / d logits = -p (log p + H)
-                grad = grad - grad_entropy[rows, None] * probs * (logprobs + entropy[rows, None])
-            grad = (grad / ctx.temperature).to(h.dtype)
+                slope = torch.addcmul(slope, grad_entropy[rows, None], logprobs + entropy[rows, None], value=-1)
+            grad = logprobs.exp() * slope
+            if grad_logprobs is not None:
+                grad = grad.scatter_add_(-1, y, grad_logprobs[rows, None])
+            return (grad if ctx.temperature == 1.0 else grad / ctx.temperature).to(h.dtype)
+
+        grad_hidden, grad_weight = [], None
+        size = ctx.chunk * CHUNKS_PER_PRODUCT
+        for start in range(0, max(len(targets), 1), size):
+            end = min(start + size, len(targets))
+            cuts = [*range(start, end, ctx.chunk), end] if end > start else [start, end]
+            grad = torch.cat([grad_logits(*cut) for cut in pairwise(cuts)])
             grad_hidden.append(grad @ weight)
-            part = (grad.T @ h).to(nn.wide(h.dtype))
-            grad_weight = part if grad_weight is None else grad_weight + part
+            part = (grad.T @ hidden[start:end]).to(nn.wide(hidden.dtype))
+            grad_weight = part if grad_weight is None else grad_weight.add_(part)
         return torch.cat(grad_hidden), grad_weight, None, None, None

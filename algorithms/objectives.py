@@ -64,7 +64,7 @@ def reinforce(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[
 def sapo(
     log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, tau_pos: float, tau_neg: float
 ) -> tuple[Tensor, Tensor]:
-    """`4 / tau sigmoid(tau (r - 1)) A`, tau by the sign of A: a soft gate in the place of a clip (SAPO, arXiv 2511.20347)."""
+    """`4 / tau sigmoid(tau (r - 1)) A`, tau by the sign of A: a soft gate, not a clip (SAPO, arXiv 2511.20347)."""
     tau = torch.where(advantages > 0, advantages.new_tensor(tau_pos), tau_neg)
     gate = 4 / tau * torch.sigmoid(tau * (_ratio(log_ratio) - 1))
     return gate * advantages, torch.zeros_like(log_ratio, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What each token counts in the loss of one optimizer step. A loss is `sum(weights * loss_per_token)` and never divides.
+"""What each token counts in one optimizer step's loss, which is `sum(weights * loss_per_token)` and never divides.
 
 The counts are those of the whole global batch, summed over ranks before any loss runs. So the gradients of any cut of
 the batch add up to the gradient of the whole. A row whose mask is all off is not counted as a sequence.
@@ -20,7 +20,7 @@ class Counts(NamedTuple):
 
 
 def count(mask: Tensor, group: Tensor, *, budget: int) -> Counts:
-    """mask `[B, T]`; group `[B]`, the prompt that each row answers, all of whose rows are here; budget: tokens a row."""
+    """mask `[B, T]`; group `[B]`, the prompt that each row answers, with all its rows here; budget: tokens a row."""
     alive = mask.any(dim=1)
     sequences = alive.sum()
     prompts = torch.tensor(torch.unique(group[alive]).numel(), device=mask.device)
@@ -47,7 +47,7 @@ def sequence_sum(mask: Tensor, counts: Counts, group: Tensor | None = None) -> T
 
 
 def constant_length(mask: Tensor, counts: Counts, group: Tensor | None = None) -> Tensor:
-    """`1 / (B L)` with L the longest completion allowed: no length bias (Dr. GRPO, arXiv 2503.20783). `[B, T]`, float64."""
+    """`1 / (B L)`, L the longest completion allowed: no length bias (Dr. GRPO, arXiv 2503.20783). `[B, T]`, float64."""
     return _share(mask, counts.budget)
 
 

@@ -18,7 +18,7 @@ def pad(rows: Sequence[Sequence[int]], *, value: int = 0, device: torch.device |
 
 
 def spans(starts: Tensor, ends: Tensor, *, width: int) -> Tensor:
-    """True from `starts` up to, not including, `ends`: `[B]`, `[B]` give `[B, width]`. Masks come from lengths, not ids."""
+    """True from `starts` up to, not including, `ends`: `[B]`, `[B]` give `[B, width]`. Masks come from lengths."""
     index = torch.arange(width, device=starts.device)
     return (index >= starts[:, None]) & (index < ends[:, None])
 
@@ -36,7 +36,7 @@ def take(batch: Batch, rows: Tensor, *, width: int | None = None) -> Batch:
 
 
 def split(batch: Batch, *, tokens: int) -> list[Batch]:
-    """Cut a batch with "lengths" `[B]` into microbatches of at most `tokens` tokens, padding counted; always at least one.
+    """Cut a batch with "lengths" `[B]` into microbatches of at most `tokens` tokens with padding; always at least one.
 
     Rows are sorted by length and each microbatch is as wide as its longest row, so little is padding. A single row
     that is longer than the budget makes a microbatch of its own.

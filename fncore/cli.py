@@ -2,11 +2,13 @@
 
 import dataclasses
 import difflib
+import io
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -56,8 +58,17 @@ def require(config: Any, least: float, *names: str) -> None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be {least} or more")
 
 
+@contextmanager
+def mistakes() -> Iterator[None]:
+    """Settings that a function below refuses with `ValueError` are the user's to mend."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def parse(kind: type[Config], arguments: list[str] | None = None) -> Config:
-    """A config of the dataclass `kind` from the command line. `--config FILE` gives the defaults, flags override them."""
+    """A config of the dataclass `kind` from the command line: flags, over the defaults that `--config FILE` gives."""
     arguments = sys.argv[1:] if arguments is None else arguments
     default = kind()
     for index, word in enumerate(arguments):
@@ -77,24 +88,28 @@ def read(kind: type[Config], path: Path) -> Config:
         raise UserError(f"--config {path}: not JSON ({error})") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: expected an object of settings, found {type(values).__name__}")
-    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    default: Any = kind()
+    known = {field.name: field for field in dataclasses.fields(default)}
     for name in values:
         if name not in known:
             raise UserError(f"--config {path}: unknown setting {name!r}{nearest(name, known)}")
-    return dataclasses.replace(kind(), **{name: _typed(path, kind, name, value) for name, value in values.items()})
+    return dataclasses.replace(default, **{name: _typed(path, default, name, value) for name, value in values.items()})
 
 
-def _typed(path: Path, kind: type, name: str, value: Any) -> Any:
+def _typed(path: Path, default: Any, name: str, value: Any) -> Any:
     """The value as the command line would read it, so that a file is checked as strictly as flags are."""
-    if value is None or isinstance(value, dict):
-        return value
-    flag = f"--{name.replace('_', '-')}"
+    if value is None and getattr(default, name) is None:
+        return None
+    kind, flag = type(default), f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         words = [flag if value else f"--no-{flag[2:]}"]
+    elif isinstance(value, list):
+        words = [flag, *map(str, value)]
     else:
-        words = [flag, *map(str, value if isinstance(value, list) else [value])]
+        words = [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
     try:
-        return getattr(tyro.cli(kind, args=words, console_outputs=False), name)
+        with redirect_stderr(io.StringIO()):  # tyro prints some errors whatever it is told
+            return getattr(tyro.cli(kind, args=words, console_outputs=False), name)
     except SystemExit as error:
         raise UserError(f"--config {path}: {name} can't be {value!r}") from error
 
@@ -111,7 +126,7 @@ def run(main: Callable[[Config], None], kind: type[Config]) -> None:
         if rank:
             time.sleep(1.0)
         where = f" (rank {rank})" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-        print(f"error{where}: {error}", file=sys.stderr, flush=True)
+        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         os._exit(2)  # no destructor of a process group may wait for peers
     except KeyboardInterrupt:
         os._exit(130)

@@ -12,18 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fncore import nn, tree
+from fncore.errors import UserError
 from fncore.stats import Peak
 from fncore.tree import Tree
 
 Item = TypeVar("Item")
 TIMEOUT = timedelta(minutes=10)
+CPU = torch.device("cpu")
 
 
-class PeerLost(RuntimeError):
+class PeerLost(UserError):
     """A collective failed because another rank is gone; that rank's own message says why."""
 
 
-class ReplicasDiffer(RuntimeError):
+class ReplicasDiffer(UserError):
     """Ranks that must hold the same bits don't."""
 
 
@@ -33,7 +35,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     group: Any = None
 
     def share(self, items: Sequence[Item]) -> list[Item]:
@@ -63,10 +65,11 @@ class World:
         """The tensor of every rank, in the order of ranks; all of one shape and dtype."""
         if self.size == 1:
             return [value]
-        parts = [torch.empty_like(value) for _ in range(self.size)]
+        sent = value.to(self.device).contiguous()
+        parts = [torch.empty_like(sent) for _ in range(self.size)]
         with _peers("gather"):
-            dist.all_gather(parts, value.contiguous(), group=self.group)
-        return parts
+            dist.all_gather(parts, sent, group=self.group)
+        return [part.to(value.device) for part in parts]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -125,12 +128,18 @@ def _hash(leaf: Tensor, chunk: int = 1 << 20) -> Tensor:
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is any, with one device a local rank, else the CPU."""
+    """ "auto" is CUDA where there is any, one device a local rank, else the CPU. Raises `UserError` for no device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         name = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % max(torch.cuda.device_count(), 1)}"
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name}: no such device; use auto, cpu or cuda") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
 
 
 @contextmanager

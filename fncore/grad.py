@@ -49,7 +49,8 @@ def per_example_grads(function: Callable[..., Tensor], params: Tree, batch: Tree
 def jvp(function: Callable[[Tree], Tensor], params: Tree, direction: Tree) -> tuple[Tensor, Tensor]:
     """`function(params)` and its derivative along `direction`, in one forward pass."""
     with torch.no_grad():
-        return torch.func.jvp(function, (params,), (direction,))
+        both = torch.func.jvp(function, (params,), (direction,))
+    return both[0], both[1]
 
 
 def hvp(function: Callable[[Tree], Tensor], params: Tree, direction: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""Stateless layers. Axes: B rows, T query tokens, S key slots, H query heads, K key/value heads, C head width, D width."""
+"""Stateless layers. Axes: B rows, T query tokens, S key slots, H query heads, K key heads, C head width, D width."""
 
 import math
 from dataclasses import dataclass
@@ -74,6 +74,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, ke
     derivatives, which the fused CPU kernel lacks.
     """
     if kernel == "fused":
+        dtype = q.dtype
+        if q.device.type == "cpu":  # its backward in bfloat16 takes twice the time of float32
+            q, k, v = (x.to(wide(dtype)) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k,
@@ -82,7 +85,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, ke
             is_causal=mask is None,
             enable_gqa=q.shape[2] != k.shape[1],
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).to(dtype)
     heads, tokens = k.shape[1], q.shape[1]
     if mask is None:
         mask = torch.ones(tokens, k.shape[2], dtype=torch.bool, device=q.device).tril()[None]
@@ -95,7 +98,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, ke
 
 
 def dropout(x: Tensor, key: Tensor, *, rate: float) -> Tensor:
-    """Zero each channel with probability `rate` and scale the others by `1 / (1 - rate)`. key `[B, T, 2]`, x `[B, T, D]`.
+    """Zero channels with probability `rate` and scale the others by `1 / (1 - rate)`. key `[B, T, 2]`, x `[B, T, D]`.
 
     Each token has a key of its own, so what is dropped depends neither on padding nor on the neighbours in a batch.
     """

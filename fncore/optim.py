@@ -51,7 +51,7 @@ def warmup(schedule: Schedule, *, steps: int) -> Schedule:
 
 
 def warmup_stable_decay(peak: float, *, total: int, warm: int, decay: int, final: float = 0.0) -> Schedule:
-    """Warm up for `warm` steps, hold `peak`, and end with a line to `final` over the last `decay` (arXiv 2404.06395)."""
+    """Warm up for `warm` steps, hold `peak`, end with a line to `final` over the last `decay` (arXiv 2404.06395)."""
     stable = total - warm - decay
     if stable < 0:
         raise ValueError(f"warm ({warm}) and decay ({decay}) together exceed total ({total})")
@@ -84,7 +84,7 @@ def decay_matrices(name: str, leaf: Tensor) -> bool:
 
 
 class AdamWState(NamedTuple):
-    count: Tensor
+    step: Tensor  # how many updates were made, 0-d int64
     mean: Tree
     square: Tree
 
@@ -112,19 +112,19 @@ def adamw(
         return AdamWState(torch.zeros((), dtype=torch.int64), tree.zeros_like(params), tree.zeros_like(params))
 
     def update(grads: Tree, state: AdamWState, params: Tree) -> tuple[Tree, AdamWState]:
-        count = state.count + 1
-        rate, t = schedule(int(state.count)), int(count)
+        step = state.step + 1
+        rate, t = schedule(int(state.step)), int(step)
         mean = tree.map(lambda m, g: m.lerp(g, 1 - b1), state.mean, grads)
         square = tree.map(lambda v, g: v * b2 + (1 - b2) * g * g, state.square, grads)
 
-        def step(p: Tensor, m: Tensor, v: Tensor, decay: bool) -> Tensor:
+        def move(p: Tensor, m: Tensor, v: Tensor, decay: bool) -> Tensor:
             denominator = v.sqrt() / math.sqrt(1 - b2**t) + eps
             return p * (1 - rate * weight_decay * decay) - rate / (1 - b1**t) * m / denominator
 
-        return tree.map(step, params, mean, square, tree.map_named(decays, params)), AdamWState(count, mean, square)
+        return tree.map(move, params, mean, square, tree.map_named(decays, params)), AdamWState(step, mean, square)
 
     def donated(grads: Tree, state: AdamWState, params: Tree) -> tuple[Tree, AdamWState]:
-        count = state.count + 1
+        step = state.step + 1
         for decay in (True, False):
             chosen = [decays(name, leaf) == decay for name, leaf in tree.named_leaves(params)]
             if not any(chosen):  # the kernel takes no empty list
@@ -133,19 +133,19 @@ def adamw(
                 [leaf for leaf, take in zip(tree.leaves(part), chosen, strict=True) if take]
                 for part in (params, grads, state.mean, state.square)
             )
-            steps = [torch.tensor(float(count), device=leaf.device) for leaf in p]
+            steps = [torch.tensor(float(step), device=p[0].device)] * len(p)
             torch._fused_adamw_(
                 p, g, m, v, [], steps,
-                lr=schedule(int(state.count)), beta1=b1, beta2=b2, weight_decay=weight_decay * decay, eps=eps,
+                lr=schedule(int(state.step)), beta1=b1, beta2=b2, weight_decay=weight_decay * decay, eps=eps,
                 amsgrad=False, maximize=False,
             )  # fmt: skip
-        return params, AdamWState(count, state.mean, state.square)
+        return params, AdamWState(step, state.mean, state.square)
 
     return Optimizer(init, donated if donate else update)
 
 
 class SGDState(NamedTuple):
-    count: Tensor
+    step: Tensor
     velocity: Tree
 
 
@@ -163,9 +163,9 @@ def sgd(
         return SGDState(torch.zeros((), dtype=torch.int64), tree.zeros_like(params))
 
     def update(grads: Tree, state: SGDState, params: Tree) -> tuple[Tree, SGDState]:
-        rate = schedule(int(state.count))
+        rate = schedule(int(state.step))
         full = tree.map(lambda p, g, decay: g + weight_decay * decay * p, params, grads, tree.map_named(decays, params))
         velocity = tree.map(lambda u, g: momentum * u + g, state.velocity, full)
-        return tree.map(lambda p, u: p - rate * u, params, velocity), SGDState(state.count + 1, velocity)
+        return tree.map(lambda p, u: p - rate * u, params, velocity), SGDState(state.step + 1, velocity)
 
     return Optimizer(init, update)

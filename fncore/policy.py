@@ -1,12 +1,15 @@
 """A model with its tokenizer, as loaded from a folder and as written to one."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from fncore.errors import UserError
 from fncore.models import decoder, hf, locate
-from fncore.text.chat import stop_tokens
+from fncore.text.chat import Messages, encode_prompt, stop_tokens
+from fncore.text.jsonl import shorten
 from fncore.text.tokenizer import load_tokenizer
 
 
@@ -28,6 +31,18 @@ def load(model: str, *, dtype: torch.dtype, device: torch.device, dropout: float
     config, params = hf.load(place, dtype=master_dtype(dtype), device=device, dropout=dropout)
     tokenizer = load_tokenizer(place)
     return Policy(config, params, tokenizer, stop_tokens(tokenizer, place))
+
+
+def check_prompts(policy: Policy, prompts: Iterable[Messages], *, max_new_tokens: int) -> None:
+    """Raise `UserError` for a prompt that leaves too little room for a reply under the model's position limit."""
+    limit = policy.config.max_position_embeddings
+    for messages in prompts:
+        length = len(encode_prompt(policy.tokenizer, messages))
+        if length + max_new_tokens > limit:
+            raise UserError(
+                f"a prompt of {length} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} "
+                f"positions: {shorten(messages[-1]['content'])}"
+            )
 
 
 def save(folder: Path, policy: Policy, *, card: str) -> None:

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -26,10 +26,20 @@ def due(every: int, step: int, last: int) -> bool:
     return every > 0 and (step % every == 0 or step == last)
 
 
+def require_finite(grad_norm: float, *, step: int, loss: float) -> None:
+    """Raise `UserError` for a gradient that is NaN or infinite. A reduced one is the same on all ranks: all stop."""
+    if not math.isfinite(grad_norm):
+        raise UserError(
+            f"step {step}: the norm of the gradient is {grad_norm} and the loss {loss}, so training can't go on; try a "
+            "lower --lr, more --warmup-steps or --dtype float32"
+        )
+
+
 class Run:
     """Rank 0 writes and shows; on the other ranks (`active=False`) every method does nothing.
 
-    Raises `UserError` if the folder holds anything already: nothing is overwritten.
+    Raises `UserError` if the folder holds anything already: nothing is overwritten. As a context it gives the terminal
+    back at its end, after an error as well.
     """
 
     def __init__(self, folder: str, config: Any, *, total: int, active: bool, provenance: Record | None = None) -> None:
@@ -63,6 +73,13 @@ class Run:
         self.task = self.progress.add_task("", total=total)
         self.total, self.last_line = total, 0.0
         self.progress.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.active:
+            self.progress.stop()
 
     def say(self, text: str) -> None:
         if self.active:

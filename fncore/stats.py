@@ -1,7 +1,7 @@
 """Numbers that can be put together across microbatches and ranks without averaging averages.
 
 A metric is one of three kinds: a plain 0-d tensor (a sum, such as a loss whose tokens carry weights), a `Stat`
-(reported as total / count) or a `Peak` (a maximum). Nothing is divided before it is reported.
+(reported as total / number) or a `Peak` (a maximum). Nothing is divided before it is reported.
 """
 
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 class Stat(NamedTuple):
-    """A mean in two parts that add: `total / count` when reported, 0 where nothing was counted."""
+    """A mean in two parts that add: `total / number` when reported, 0 where nothing was counted."""
 
     total: Tensor
-    count: Tensor
+    number: Tensor
 
     def mean(self) -> float:
-        return self.total.item() / self.count.item() if self.count.item() else 0.0
+        return self.total.item() / self.number.item() if self.number.item() else 0.0
 
 
 class Peak(NamedTuple):
@@ -50,10 +50,11 @@ def add(left: Metrics, right: Metrics) -> Metrics:
 
 def _add(a: Tensor | Stat | Peak, b: Tensor | Stat | Peak) -> Tensor | Stat | Peak:
     if isinstance(a, Stat) and isinstance(b, Stat):
-        return Stat(a.total + b.total, a.count + b.count)
+        return Stat(a.total + b.total, a.number + b.number)
     if isinstance(a, Peak) and isinstance(b, Peak):
         return Peak(torch.maximum(a.value, b.value))
-    assert isinstance(a, Tensor) and isinstance(b, Tensor)
+    assert isinstance(a, Tensor)
+    assert isinstance(b, Tensor)
     return a + b
 
 

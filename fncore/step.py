@@ -36,8 +36,8 @@ def gradients(
     """The gradient of `loss(params, buffers, batch, key=key)` added up over this rank's microbatches, and its metrics.
 
     Nothing is averaged: the tokens carry their weights. So these gradients add up over ranks as they do over
-    microbatches. `metrics["loss"]` is the sum of the losses. Raises `ValueError` without a microbatch: an empty shard is
-    one of zero rows.
+    microbatches. `metrics["loss"]` is the sum of the losses. Raises `ValueError` for no microbatch: an empty shard
+    is one of zero rows.
     """
     if not microbatches:
         raise ValueError("gradients: no microbatch; an empty shard is one microbatch of zero rows")

@@ -26,7 +26,7 @@ from fncore.distributed import World, open_world
 from fncore.errors import UserError
 from fncore.evaluation import accuracy
 from fncore.models import decoder
-from fncore.run import Run, default_folder, due
+from fncore.run import Run, default_folder, due, require_finite
 from fncore.sampling.engine import Engine
 from fncore.stats import report
 from fncore.step import TrainState, apply_gradients, gradients
@@ -40,6 +40,27 @@ SHOWN = [
     "completion/mean_length",
     "seconds/rollout",
     "seconds/train",
+]
+
+# In every line of metrics.jsonl, null where nothing was measured.
+RECORDED = [
+    "step",
+    "loss",
+    "reward/mean",
+    "reward/std",
+    "eval/accuracy",
+    "log_ratio/max_abs",
+    "clip_fraction",
+    "kl/ref",
+    "entropy",
+    "grad_norm",
+    "lr",
+    "completion/mean_length",
+    "completion/truncated",
+    "tokens_per_second",
+    "seconds/rollout",
+    "seconds/train",
+    "replicas/equal",
 ]
 
 
@@ -168,6 +189,7 @@ def training_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainStat
         grads, metrics = world.reduce((grads, metrics))  # the explicit all-reduce
         state, grad_norm = apply_gradients(state, grads, optimizer=setup.optimizer, clip=config.clip_grad)
         updates.append({**report(metrics), "grad_norm": grad_norm.item()})
+        require_finite(grad_norm.item(), step=step, loss=updates[-1]["loss"])
 
     seen = report(world.reduce(groups.metrics(rollouts, rewards=config.reward, device=world.device)))
     end = time.perf_counter()
@@ -279,35 +301,40 @@ def main(config: Config) -> None:
 def train(config: Config, world: World, task: Task, scorer: Scorer) -> None:
     heldout = task.heldout(config.eval_size) if config.eval_every and config.eval_size else []
     loaded = policy.load(config.model, dtype=cli.DTYPES[config.dtype], device=world.device, dropout=config.dropout)
-    schedule = optim.named_schedule(
-        config.schedule, config.lr, total=config.steps * config.updates_per_rollout, warm=config.warmup_steps
-    )
+    planned = config.steps * config.prompts_per_step  # a thousand of them at most are looked at beforehand
+    first = [task.train(position).prompt for position in world.share(range(min(planned, 1000)))]
+    prompts = [*(example.prompt for example in world.share(heldout)), *first]
+    policy.check_prompts(loaded, prompts, max_new_tokens=config.max_new_tokens)
+    with cli.mistakes():
+        updates = config.steps * config.updates_per_rollout
+        schedule = optim.named_schedule(config.schedule, config.lr, total=updates, warm=config.warmup_steps)
     setup, state = prepare(config, world, task, scorer, loaded, schedule)
     facts = {"rewards": scorer.provenance(), "ranks": world.size, "torch": torch.__version__}
-    run = Run(
+    opened = Run(
         config.out or default_folder("grpo"), config, total=config.steps, active=world.rank == 0, provenance=facts
     )
-    measured = {0: evaluate(setup, state.params, heldout)}
-    run.log({"step": 0, "eval/accuracy": measured[0]}, show=SHOWN)
-    for step in range(1, config.steps + 1):
-        lr = schedule(int(state.opt_state.count))
-        state, record, rollouts = training_step(setup, state, step)
-        record["lr"] = lr
-        record["eval/accuracy"] = record["replicas/equal"] = None
-        if due(config.eval_every, step, config.steps):
-            record["eval/accuracy"] = measured[step] = evaluate(setup, state.params, heldout)
-        if due(config.check_replicas_every, step, config.steps):
-            world.assert_replicated({"params": state.params, "opt_state": state.opt_state})
-            record["replicas/equal"] = True
-        run.log(record, show=SHOWN)
-        run.samples(sample_records(rollouts[:1], step))
-        if config.debug_log_ratio:
-            run.say(
-                f"step {step}: |new - old| log-probability on the first minibatch: "
-                f"max {record['log_ratio/max_abs']:.3g}, mean {record['log_ratio/mean_abs']:.3g}"
-            )
-    run.save_model(loaded._replace(params=state.params), card=card(config, measured))
-    run.finish()
+    with opened as run:
+        measured = {0: evaluate(setup, state.params, heldout)}
+        run.log({**dict.fromkeys(RECORDED), "step": 0, "eval/accuracy": measured[0]}, show=SHOWN)
+        for step in range(1, config.steps + 1):
+            lr = schedule(int(state.opt_state.step))
+            state, record, rollouts = training_step(setup, state, step)
+            record["lr"] = lr
+            record["eval/accuracy"] = record["replicas/equal"] = None
+            if due(config.eval_every, step, config.steps):
+                record["eval/accuracy"] = measured[step] = evaluate(setup, state.params, heldout)
+            if due(config.check_replicas_every, step, config.steps):
+                world.assert_replicated({"params": state.params, "opt_state": state.opt_state})
+                record["replicas/equal"] = True
+            run.log(record, show=SHOWN)
+            run.samples(sample_records(rollouts[:1], step))
+            if config.debug_log_ratio:
+                run.say(
+                    f"step {step}: |new - old| log-probability on the first minibatch: "
+                    f"max {record['log_ratio/max_abs']:.3g}, mean {record['log_ratio/mean_abs']:.3g}"
+                )
+        run.save_model(loaded._replace(params=state.params), card=card(config, measured))
+        run.finish()
 
 
 def prepare(
@@ -315,11 +342,9 @@ def prepare(
 ) -> tuple[Setup, TrainState]:
     """Everything that the steps share, and the state before the first."""
     dtype = cli.DTYPES[config.dtype]
-    try:
+    with cli.mistakes():
         variant = with_bounds(VARIANTS[config.variant], low=config.clip_low, high=config.clip_high)
         block = decoder.compiled_block() if config.compile else decoder.block
-    except ValueError as error:
-        raise UserError(str(error)) from error
     forward = partial(decoder.forward, config=loaded.config, dtype=dtype, block=block)
     score_tokens = partial(score, forward, temperature=config.temperature)
     loss = policy_loss(
@@ -349,20 +374,28 @@ def prepare(
 
 def sample_records(rollouts: list[Group], step: int) -> list[dict[str, Any]]:
     return [
-        {"step": step, "prompt": group.example.prompt[-1]["content"], "completion": text, "answer": group.example.answer,
-         "reward": reward, "scores": scores, "truncated": truncated}
+        {
+            "step": step,
+            "prompt": group.example.prompt[-1]["content"],
+            "completion": text,
+            "answer": group.example.answer,
+            "reward": reward,
+            "scores": scores,
+            "truncated": cut,
+        }
         for group in rollouts
-        for text, reward, scores, truncated in zip(group.texts, group.rewards, group.scores, group.truncated, strict=True)
-    ]  # fmt: skip
+        for text, reward, scores, cut in zip(group.texts, group.rewards, group.scores, group.truncated, strict=True)
+    ]
 
 
 def card(config: Config, measured: dict[int, float | None]) -> str:
     """The model card's text."""
     scores = "".join(f"- step {step}: {value:.3f}\n" for step, value in measured.items() if value is not None)
     return (
-        f"Trained from `{config.model}` by fncore's `launch/grpo.py`: variant `{config.variant}`, task `{config.task}`, "
-        f"{config.steps} steps of {config.prompts_per_step} prompts with {config.group_size} completions each, "
-        f"seed {config.seed}.\n\nHeld-out accuracy (greedy, {config.eval_size} problems):\n\n{scores or 'not measured'}\n"
+        f"Trained from `{config.model}` by fncore's `launch/grpo.py`: variant `{config.variant}`, task "
+        f"`{config.task}`, {config.steps} steps of {config.prompts_per_step} prompts with "
+        f"{config.group_size} completions each, seed {config.seed}.\n\n"
+        f"Held-out accuracy (greedy, {config.eval_size} problems):\n\n{scores or 'not measured'}\n"
     )
 
 
@@ -381,14 +414,27 @@ def check(config: Config) -> None:
         "tokens_per_microbatch",
     )
     cli.require(
-        config, 0, "eval_every", "eval_size", "check_replicas_every", "max_resamples", "warmup_steps", "lr", "kl_coef"
+        config,
+        0,
+        "eval_every",
+        "eval_size",
+        "check_replicas_every",
+        "max_resamples",
+        "warmup_steps",
+        "lr",
+        "kl_coef",
+        "weight_decay",
     )
-    if config.temperature <= 0:
+    if not 0 <= config.dropout < 1:
+        raise UserError(f"--dropout {config.dropout}: must be at least 0 and below 1")
+    if not config.clip_grad > 0:
+        raise UserError(f"--clip-grad {config.clip_grad}: must be above 0")
+    if not config.temperature > 0:
         raise UserError(f"--temperature {config.temperature}: training samples, so it must be above 0")
     if config.group_size < 2 and VARIANTS[config.variant].needs_group:
         raise UserError(
-            f"--group-size {config.group_size}: the advantages of {config.variant} compare the completions of a prompt, "
-            "so it takes 2 or more; --variant reinforce_pp works with 1"
+            f"--group-size {config.group_size}: the advantages of {config.variant} compare the completions of a "
+            "prompt, so it takes 2 or more; --variant reinforce_pp works with 1"
         )
     if config.reward_weights and len(config.reward_weights) != len(config.reward):
         raise UserError(f"--reward-weights: {len(config.reward_weights)} weights for {len(config.reward)} rewards")

@@ -23,13 +23,14 @@ from fncore.distributed import World, open_world
 from fncore.errors import UserError
 from fncore.evaluation import accuracy
 from fncore.models import decoder
-from fncore.run import Run, default_folder, due
+from fncore.run import Run, default_folder, due, require_finite
 from fncore.sampling.engine import Engine
 from fncore.stats import add, report
 from fncore.step import TrainState, apply_gradients, gradients
 from fncore.text import bpe
 from fncore.text.chat import Messages, encode_conversation
 from fncore.text.demonstrations import Demonstrations, from_file, from_task
+from fncore.text.jsonl import shorten
 from fncore.text.tasks import Example, load_task
 
 SHOWN = ["nats_per_token", "eval/nats_per_token", "eval/accuracy", "grad_norm", "tokens_per_second"]
@@ -56,7 +57,7 @@ class Config:
     steps: int = 200
     examples_per_step: int = 64
     max_length: int = 512
-    """Tokens of a conversation at most; a longer one is an error in a task, and left out of a file."""
+    """Tokens of a conversation at most; a longer one is an error."""
     lr: float = 1e-3
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup_steps: int = 10
@@ -96,11 +97,13 @@ class Config:
 def collate(
     chats: Sequence[tuple[int, Messages]], loaded: policy.Policy, config: Config, device: torch.device
 ) -> Batch:
-    """Conversations, each with its position in the training sequence, as rows whose mask marks the assistant's tokens."""
+    """Conversations, each with its place in the training sequence, as rows; the mask marks the assistant's tokens."""
     encoded = [encode_conversation(loaded.tokenizer, messages, stops=loaded.stops) for _, messages in chats]
-    for ids, _ in encoded:
-        if len(ids) > config.max_length:
-            raise UserError(f"an example has {len(ids)} tokens, more than --max-length {config.max_length}")
+    positions = loaded.config.max_position_embeddings
+    for (ids, _), (_, messages) in zip(encoded, chats, strict=True):
+        if len(ids) > min(config.max_length, positions):
+            limit = f"--max-length {config.max_length}" if len(ids) > config.max_length else f"the model's {positions}"
+            raise UserError(f"an example has {len(ids)} tokens, more than {limit}: {shorten(messages[0]['content'])}")
     tokens = pad([ids for ids, _ in encoded], device=device)
     return {
         "tokens": tokens,
@@ -130,9 +133,26 @@ def main(config: Config) -> None:
 def check(config: Config) -> None:
     """Raise `UserError` for settings that don't fit together."""
     cli.require(
-        config, 1, "steps", "examples_per_step", "max_length", "tokens_per_microbatch", "layers", "heads", "max_new_tokens"
+        config,
+        1,
+        "steps",
+        "examples_per_step",
+        "max_length",
+        "tokens_per_microbatch",
+        "layers",
+        "heads",
+        "max_new_tokens",
+        "hidden_size",
     )
-    cli.require(config, 0, "eval_every", "eval_size", "check_replicas_every", "warmup_steps", "lr", "careless")
+    cli.require(
+        config, 0, "eval_every", "eval_size", "check_replicas_every", "warmup_steps", "lr", "careless", "weight_decay"
+    )
+    if config.careless > 1:
+        raise UserError(f"--careless {config.careless}: a share, so 1 at most")
+    if not 0 <= config.dropout < 1:
+        raise UserError(f"--dropout {config.dropout}: must be at least 0 and below 1")
+    if not config.clip_grad > 0:
+        raise UserError(f"--clip-grad {config.clip_grad}: must be above 0")
 
 
 class Quiz(NamedTuple):
@@ -147,39 +167,45 @@ def train(config: Config, world: World, data: Demonstrations, quiz: Quiz | None)
     loaded = new_policy(config, data, world.device) if config.model == "new" else policy.load(
         config.model, dtype=dtype, device=world.device, dropout=config.dropout
     )  # fmt: skip
-    block = decoder.compiled_block() if config.compile else decoder.block
+    with cli.mistakes():
+        block = decoder.compiled_block() if config.compile else decoder.block
+        schedule = optim.named_schedule(config.schedule, config.lr, total=config.steps, warm=config.warmup_steps)
     loss = cross_entropy(partial(score, partial(decoder.forward, config=loaded.config, dtype=dtype, block=block)))
-    schedule = optim.named_schedule(config.schedule, config.lr, total=config.steps, warm=config.warmup_steps)
     optimizer = optim.adamw(schedule, betas=(0.9, 0.99), weight_decay=config.weight_decay, donate=True)
     buffers = decoder.buffers(loaded.config, device=world.device, dtype=dtype)
     state = TrainState(loaded.params, optimizer.init(loaded.params), buffers)
     engine = Engine(loaded.config, buffers, loaded.tokenizer, loaded.stops, dtype, config.max_new_tokens)
+    planned = config.steps * config.examples_per_step  # a thousand of them at most are looked at beforehand
+    collate([(n, data.train(n)) for n in world.share(range(min(planned, 1000)))], loaded, config, world.device)
     heldout = collate(list(enumerate(data.heldout)), loaded, config, world.device) if data.heldout else None
     key = random.fold_in(random.key(config.seed, device=world.device), "dropout")
 
-    run = Run(config.out or default_folder("sft"), config, total=config.steps, active=world.rank == 0)
-    run.log({"step": 0, **evaluate(config, world, loss, engine, state, heldout, quiz)}, show=SHOWN)
-    for step in range(1, config.steps + 1):
-        start, lr = time.perf_counter(), schedule(int(state.opt_state.count))
-        first = (step - 1) * config.examples_per_step
-        chats = [(index, data.train(index)) for index in world.share(range(first, first + config.examples_per_step))]
-        batch = weigh(collate(chats, loaded, config, world.device), world)
-        microbatches = split(batch, tokens=config.tokens_per_microbatch)
-        grads, metrics = gradients(loss, state, microbatches, key=random.fold_in(key, step))  # this rank's
-        grads, metrics = world.reduce((grads, metrics))  # the explicit all-reduce
-        state, grad_norm = apply_gradients(state, grads, optimizer=optimizer, clip=config.clip_grad)
-        tokens = int(world.sum(batch["lengths"].sum()))
-        record: dict[str, Any] = {"step": step, **report(metrics), "grad_norm": grad_norm.item(), "lr": lr}
-        record["tokens_per_second"] = tokens / (time.perf_counter() - start)
-        record["replicas/equal"] = None
-        if due(config.check_replicas_every, step, config.steps):
-            world.assert_replicated({"params": state.params, "opt_state": state.opt_state})
-            record["replicas/equal"] = True
-        if due(config.eval_every, step, config.steps):
-            record |= evaluate(config, world, loss, engine, state, heldout, quiz)
-        run.log(record, show=SHOWN)
-    run.save_model(loaded._replace(params=state.params), card=card(config))
-    run.finish()
+    with Run(config.out or default_folder("sft"), config, total=config.steps, active=world.rank == 0) as run:
+        run.log({"step": 0, **evaluate(config, world, loss, engine, state, heldout, quiz)}, show=SHOWN)
+        for step in range(1, config.steps + 1):
+            start, lr = time.perf_counter(), schedule(int(state.opt_state.step))
+            first = (step - 1) * config.examples_per_step
+            chats = [
+                (index, data.train(index)) for index in world.share(range(first, first + config.examples_per_step))
+            ]
+            batch = weigh(collate(chats, loaded, config, world.device), world)
+            microbatches = split(batch, tokens=config.tokens_per_microbatch)
+            grads, metrics = gradients(loss, state, microbatches, key=random.fold_in(key, step))  # this rank's
+            grads, metrics = world.reduce((grads, metrics))  # the explicit all-reduce
+            state, grad_norm = apply_gradients(state, grads, optimizer=optimizer, clip=config.clip_grad)
+            tokens = int(world.sum(batch["lengths"].sum()))
+            record: dict[str, Any] = {"step": step, **report(metrics), "grad_norm": grad_norm.item(), "lr": lr}
+            require_finite(record["grad_norm"], step=step, loss=record["loss"])
+            record["tokens_per_second"] = tokens / (time.perf_counter() - start)
+            record["replicas/equal"] = None
+            if due(config.check_replicas_every, step, config.steps):
+                world.assert_replicated({"params": state.params, "opt_state": state.opt_state})
+                record["replicas/equal"] = True
+            if due(config.eval_every, step, config.steps):
+                record |= evaluate(config, world, loss, engine, state, heldout, quiz)
+            run.log(record, show=SHOWN)
+        run.save_model(loaded._replace(params=state.params), card=card(config))
+        run.finish()
 
 
 def evaluate(

@@ -19,6 +19,7 @@ from fncore import nn, random, tree
 
 Params = dict[str, Any]
 Buffers = dict[str, Any]
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def shapes(config: Config) -> Params:
     """The parameter tree with a shape in the place of each tensor. Matrices are `[out, in]`."""
     width, query, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     query, kv = query * config.head_dim, kv * config.head_dim
-    attention = {"q": (query, width), "k": (kv, width), "v": (kv, width), "o": (width, query)}
+    attention: Shapes = {"q": (query, width), "k": (kv, width), "v": (kv, width), "o": (width, query)}
     if config.qkv_bias:
         attention |= {"q_bias": (query,), "k_bias": (kv,), "v_bias": (kv,)}
     if config.output_bias:
@@ -85,7 +86,7 @@ def shapes(config: Config) -> Params:
         "mlp_norm": (width,),
         "mlp": {"gate": (inner, width), "up": (inner, width), "down": (width, inner)},
     }
-    top = {"embed": (config.vocab_size, width), "norm": (width,)}
+    top: Shapes = {"embed": (config.vocab_size, width), "norm": (width,)}
     if not config.tie_word_embeddings:
         top["unembed"] = (config.vocab_size, width)
     return {**top, "layers": [layer] * config.num_hidden_layers}
@@ -121,7 +122,7 @@ def init(config: Config, *, key: Tensor, dtype: torch.dtype = torch.float32) -> 
 
 
 def buffers(config: Config, *, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Buffers:
-    """What follows from the config alone: RoPE tables `[max_position_embeddings, C / 2]`. Rebuilt on every rank, never sent."""
+    """RoPE tables `[max_position_embeddings, C / 2]`: what follows from the config alone. Rebuilt, never sent."""
     frequencies = nn.rope_frequencies(config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling)
     angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float64), frequencies)
     return {"rope": {"cos": angles.cos().to(device, nn.wide(dtype)), "sin": angles.sin().to(device, nn.wide(dtype))}}
@@ -296,7 +297,7 @@ def forward(
 
 def unembedding(params: Params) -> Tensor:
     """The output matrix `[V, D]`: the embedding itself where tied."""
-    return params.get("unembed", params["embed"])
+    return params["unembed"] if "unembed" in params else params["embed"]
 
 
 def unembed(params: Params, hidden: Tensor) -> Tensor:

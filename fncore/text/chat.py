@@ -15,9 +15,7 @@ def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
     return _render(tokenizer, messages, add_generation_prompt=True)
 
 
-def encode_conversation(
-    tokenizer: Any, messages: Messages, *, stops: Collection[int]
-) -> tuple[list[int], list[bool]]:
+def encode_conversation(tokenizer: Any, messages: Messages, *, stops: Collection[int]) -> tuple[list[int], list[bool]]:
     """Ids of a whole chat, and which of them are the assistant's: each reply and its end marker.
 
     Labels come from structure: a reply is what the template adds to the prompt before it. Raises `UserError` where the

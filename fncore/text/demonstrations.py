@@ -25,7 +25,10 @@ def from_task(task: Task, *, seed: int, careless: float = 0.0, eval_size: int = 
     def train(position: int) -> Messages:
         example = task.train(position)
         slip = careless > 0 and float(random.uniform(random.fold_in(key, position))) < careless
-        return [*example.prompt, {"role": "assistant", "content": one_too_high(example.answer) if slip else example.answer}]
+        return [
+            *example.prompt,
+            {"role": "assistant", "content": one_too_high(example.answer) if slip else example.answer},
+        ]
 
     heldout = [
         [*example.prompt, {"role": "assistant", "content": example.answer}]

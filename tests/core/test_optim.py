@@ -69,7 +69,7 @@ def test_adamw_takes_the_steps_of_torch(seed, peak, which, weight_decay, betas):
     params, state = ours(optim.adamw(schedule, betas=betas, eps=1e-6, weight_decay=weight_decay), seed)
     expected = theirs(torch.optim.AdamW, schedule, seed, weight_decay=weight_decay, betas=betas, eps=1e-6)
     close(params, expected)
-    assert int(state.count) == STEPS
+    assert int(state.step) == STEPS
 
 
 @given(seeds, rates, st.integers(0, 2), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.9]))
@@ -109,7 +109,7 @@ def test_donated_writes_into_what_it_is_given():
     got, new_state = optimizer.update(draw(0, 0), state, params)
     assert all(a is b for a, b in zip(tree.leaves(got), tree.leaves(params), strict=True))
     assert all(a is b for a, b in zip(tree.leaves(new_state.mean), tree.leaves(state.mean), strict=True))
-    assert (int(state.count), int(new_state.count)) == (0, 1)
+    assert (int(state.step), int(new_state.step)) == (0, 1)
 
 
 @pytest.mark.parametrize("params", [{"matrix": torch.ones(2, 2)}, {"vector": torch.ones(2)}], ids=["matrix", "vector"])

@@ -70,7 +70,7 @@ def test_a_plain_number_is_reported_as_it_is():
 def test_means_are_kept_in_float64_and_carry_no_graph():
     values = torch.ones(3, requires_grad=True)
     stat = stats.mean(values, torch.ones(3, dtype=torch.bool))
-    assert stat.total.dtype == stat.count.dtype == torch.float64
+    assert stat.total.dtype == stat.number.dtype == torch.float64
     assert not stat.total.requires_grad
     assert not stats.peak(values, torch.ones(3, dtype=torch.bool)).value.requires_grad
 

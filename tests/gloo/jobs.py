@@ -78,7 +78,9 @@ class HashScorer:
 
 def launch(world: World, model: str = "tied", steps: int = 3, **settings: Any) -> dict[str, Any]:
     """The step of launch/grpo.py itself, with a small model, a task and a scorer that need no set-up."""
-    defaults = dict(dtype="float64", prompts_per_step=5, group_size=3, max_new_tokens=5, lr=1e-2, kl_coef=0.05, steps=steps)
+    defaults = dict(
+        dtype="float64", prompts_per_step=5, group_size=3, max_new_tokens=5, lr=1e-2, kl_coef=0.05, steps=steps
+    )
     config = grpo.Config(**{**defaults, **settings})
     tokenizer = bpe.train(["1+2", "34+56"], vocab_size=262)
     shape = replace(MODELS[model], vocab_size=len(tokenizer), max_position_embeddings=64, dropout=config.dropout)
@@ -109,7 +111,10 @@ def reduce_values(world: World) -> SimpleNamespace:
 
     mine = torch.tensor([float(world.rank + 1)])
     grads, metrics = world.reduce(
-        ({"w": mine}, {"m": Stat(mine.double(), mine.double() * 0 + 4), "p": Peak(mine.double()), "loss": mine.double()})
+        (
+            {"w": mine},
+            {"m": Stat(mine.double(), mine.double() * 0 + 4), "p": Peak(mine.double()), "loss": mine.double()},
+        )
     )
     return SimpleNamespace(
         grad=grads["w"].item(),

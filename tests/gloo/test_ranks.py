@@ -17,7 +17,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(data=st.data())
 @settings(max_examples=3)
 def test_replicas_ranks_and_lockstep(pool, algorithm, data):
-    """Any data, empty and all-masked shards included: 1 to 4 ranks end with equal parameters, bitwise the same on each."""
+    """Any data, empty and all-masked shards included: 1 to 4 ranks end with equal parameters, the same bits on each."""
     batches = data.draw(st.lists(groups(most=6), min_size=2, max_size=3))
     model, seed = data.draw(models), data.draw(seeds)
     alone = pool.run(jobs.train, 1, algorithm, model, seed, batches)[0]
@@ -84,7 +84,7 @@ def test_every_option_on_ranks_and_its_effect(pool, name):
 
 
 def test_dropout_in_rollouts_moves_the_ratio(pool):
-    """With --no-rollout-eval-mode and dropout, new and old log-probabilities differ before any update; by default never."""
+    """With --no-rollout-eval-mode and dropout, new and old log-probabilities differ before any update; else never."""
     off = pool.run(jobs.launch, 2, dropout=0.2, rollout_eval_mode=False)[0]["records"][0]
     on = pool.run(jobs.launch, 2, dropout=0.2)[0]["records"][0]
     assert off["log_ratio/max_abs"] > 1e-3

@@ -19,7 +19,9 @@ from fncore.batch import Batch, spans
 from fncore.models import decoder
 
 GROUP, BUDGET = 2, 6
-SIZES = dict(vocab_size=17, hidden_size=8, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+SIZES = dict(
+    vocab_size=17, hidden_size=8, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, head_dim=4
+)
 MODELS = {
     "tied": decoder.Config(**SIZES, num_hidden_layers=1, qk_norm=True, dropout=0.3),
     "untied": decoder.Config(**SIZES, num_hidden_layers=2, tie_word_embeddings=False, qkv_bias=True, windows=(3, None)),
@@ -42,7 +44,9 @@ def _variant(name: str, **options: Any) -> Algorithm:
 
 
 ALGORITHMS = {name: _variant(name) for name in VARIANTS}
-ALGORITHMS |= {f"grpo_{name}": _variant("grpo", kl_estimator=kl.ESTIMATORS[name], kl_coef=0.1) for name in kl.ESTIMATORS}
+ALGORITHMS |= {
+    f"grpo_{name}": _variant("grpo", kl_estimator=kl.ESTIMATORS[name], kl_coef=0.1) for name in kl.ESTIMATORS
+}
 ALGORITHMS["grpo_entropy"] = _variant("grpo", entropy_coef=0.05)
 ALGORITHMS["grpo_prompt_mean"] = _variant("grpo")._replace(weights=prompt_mean)
 ALGORITHMS["supervised"] = Algorithm(cross_entropy, token_mean)
@@ -57,7 +61,9 @@ class Problem(NamedTuple):
     batch: Batch
 
 
-def scorer(config: decoder.Config, *, dtype: torch.dtype = torch.float64, temperature: float = 0.8) -> Callable[..., Any]:
+def scorer(
+    config: decoder.Config, *, dtype: torch.dtype = torch.float64, temperature: float = 0.8
+) -> Callable[..., Any]:
     return partial(score, partial(decoder.forward, config=config, dtype=dtype), temperature=temperature)
 
 
@@ -79,7 +85,9 @@ def rows(seed: int, lengths: list[tuple[int, int]], *, vocab: int = 17) -> Batch
     column = lambda values: torch.tensor(values, dtype=torch.int64)
     starts, ends = column([a for a, _ in lengths]), column([a + b for a, b in lengths])
     ids = torch.arange(num)
-    coarse = (3 * random.uniform(random.fold_in(key, "rewards"), (num,), dtype=torch.float64)).floor()  # constant groups
+    coarse = (
+        3 * random.uniform(random.fold_in(key, "rewards"), (num,), dtype=torch.float64)
+    ).floor()  # constant groups
     return {
         "tokens": random.bits(random.fold_in(random.fold_in(key, "tokens"), ids), (width,)) % vocab,
         "mask": spans(starts, ends, width=width),
@@ -100,7 +108,9 @@ def weigh(algorithm: Algorithm, batch: Batch, reduce: Callable[[Any], Any] = lam
     out = {**batch, "weights": algorithm.weights(mask, counts, batch["group"])}
     if algorithm.advantage is not None:
         values = algorithm.advantage(batch["rewards"].view(-1, GROUP)).view(-1, 1) * mask
-        out["advantages"] = whiten(values, mask, Moments(*reduce(moments(values, mask)))) if algorithm.whiten else values
+        out["advantages"] = (
+            whiten(values, mask, Moments(*reduce(moments(values, mask)))) if algorithm.whiten else values
+        )
     return out
 
 

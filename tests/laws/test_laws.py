@@ -27,7 +27,9 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 def flat(metrics):
     """Metrics as plain tensors; a peak that saw nothing counts as 0."""
     return [
-        leaf.clamp(min=0) if isinstance(value, Peak) else leaf for value in metrics.values() for leaf in tree.leaves(value)
+        leaf.clamp(min=0) if isinstance(value, Peak) else leaf
+        for value in metrics.values()
+        for leaf in tree.leaves(value)
     ]
 
 
@@ -81,7 +83,7 @@ def test_partition_into_ranks(algorithm, data):
 @every_algorithm
 @given(data=st.data())
 def test_padding(algorithm, data):
-    """Wider padding, padding on the left, and an all-masked row change no loss and no gradient; garbage stays unread."""
+    """Wider padding, padding on the left and an all-masked row change no loss and no gradient; garbage stays unread."""
     lengths, extra = data.draw(groups(least=1)), data.draw(st.integers(1, 3))
     p = problem(algorithm, data.draw(models), data.draw(seeds), lengths)
     differentiate = value_and_grad(p.loss)

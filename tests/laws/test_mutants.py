@@ -97,9 +97,11 @@ LOSSES = {
     ),
     "division by the padded width": (
         ALGORITHMS["grpo"]._replace(
-            loss=lambda scores: lambda params, buffers, batch, *, key=None: (
-                scores(params, buffers, batch, key=key).logprobs.mean(),
-                {},
+            loss=lambda scores: (
+                lambda params, buffers, batch, *, key=None: (
+                    scores(params, buffers, batch, key=key).logprobs.mean(),
+                    {},
+                )
             )
         ),
         test_laws.test_padding,

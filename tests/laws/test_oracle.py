@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from algorithms import kl, weights
-from algorithms.grpo import VARIANTS, Variant, policy_loss
 from algorithms.advantages import plain
+from algorithms.grpo import VARIANTS, Variant, policy_loss
 from algorithms.objectives import reinforce, token_ratio
 from fncore import tree
 from fncore.batch import pad, spans
@@ -88,7 +88,7 @@ def test_dr_grpo_is_the_policy_gradient_up_to_its_constant():
 
 
 def test_group_normalized_is_the_gradient_of_what_it_maximises():
-    """With two samples the normalised advantage is +-1 (less eps), so GRPO maximises E sign(r1 - r2) log p / 2 a token."""
+    """Of two samples the normalised advantage is +-1 (less eps): GRPO maximises E sign(r1 - r2) log p / 2 a token."""
     variant = VARIANTS["grpo"]._replace(weights=weights.sequence_sum)
     difference = REWARDS[:, None] - REWARDS[None, :]
     advantage = difference / 2 / (difference.abs() / 2 + 1e-4)

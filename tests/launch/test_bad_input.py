@@ -1,0 +1,154 @@
+"""Bad input: one sentence, before any training, with nothing written or overwritten."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fncore.errors import UserError
+from launch import grpo, sft
+from tests.launch.conftest import ROOT, command, save_model
+from tests.laws import problems
+
+BAD_GRPO = {
+    "model folder": (dict(model="./no/such/folder"), ["./no/such/folder", "no such folder"]),
+    "hub id without a network": (dict(model="nobody/nothing"), ["nobody/nothing", "no such folder"]),
+    "task": (dict(task="chain_sums"), ["'chain_sums'", "'chain_sum'"]),
+    "variant": (dict(variant="dr_grop"), ["--variant dr_grop", "'dr_grpo'"]),
+    "task setting": (dict(task="chain_sum", task_config={"max_term": 3}), ["'max_term'", "'max_terms'"]),
+    "type of a task setting": (dict(task="chain_sum", task_config={"max_terms": "3"}), ["'max_terms'", "'3'", "int"]),
+    "task setting out of range": (dict(task="chain_sum", task_config={"max_terms": -3}), ["chain_sum", "-3"]),
+    "settings of a file": (dict(task_config={"max_terms": 3}), ["sums.jsonl", "'max_terms'"]),
+    "group of one": (dict(group_size=1), ["--group-size 1", "2 or more", "reinforce_pp"]),
+    "temperature 0": (dict(temperature=0.0), ["--temperature 0.0", "above 0"]),
+    "temperature nan": (dict(temperature=float("nan")), ["--temperature nan", "above 0"]),
+    "no steps": (dict(steps=0), ["--steps 0", "1 or more"]),
+    "negative steps": (dict(steps=-3), ["--steps -3", "1 or more"]),
+    "negative rate": (dict(lr=-1e-3), ["--lr -0.001", "0 or more"]),
+    "negative interval": (dict(eval_every=-1), ["--eval-every -1", "0 or more"]),
+    "negative KL": (dict(kl_coef=-0.1), ["--kl-coef -0.1", "0 or more"]),
+    "dropout of all": (dict(dropout=1.0), ["--dropout 1.0", "below 1"]),
+    "gradients clipped away": (dict(clip_grad=0.0), ["--clip-grad 0.0", "above 0"]),
+    "warm-up that never ends": (dict(schedule="wsd", warmup_steps=9, steps=3), ["warm (9)", "total (3)"]),
+    "bound that there isn't": (dict(variant="rloo", clip_low=0.1), ["no bound 'low'"]),
+    "buffer": (dict(truncated="punish", overlong_buffer=7), ["--overlong-buffer 7", "--max-new-tokens"]),
+    "device": (dict(device="tpu9"), ["--device tpu9", "cpu or cuda"]),
+    "reward": (dict(reward=("maths",)), ["'maths'", "'math'"]),
+    "reward module": (dict(reward=("my_reward:varied",)), ["'my_reward:varied'", "No module named 'my_reward'"]),
+    "reward function": (dict(reward=("my_rewards:variet",)), ["my_rewards", "'variet'", "'varied'"]),
+    "number of weights": (dict(reward_weights=(1.0, 2.0)), ["--reward-weights", "2 weights for 1 rewards"]),
+    "reward twice": (dict(reward=("task", "task")), ["task", "different names"]),
+    "time limit": (dict(reward_timeout=0.0), ["0.0 seconds", "positive"]),
+    "prompt and reply too long": (dict(max_new_tokens=60), ["--max-new-tokens 60", "64 positions", " ='"]),
+}
+BAD_SFT = {
+    "model folder": (dict(model="./no/such/folder"), ["./no/such/folder"]),
+    "share": (dict(careless=-0.5), ["--careless -0.5"]),
+    "width": (dict(model="new", hidden_size=30, heads=4), ["--hidden-size 30", "--heads 4"]),
+    "share above 1": (dict(careless=40.0), ["--careless 40.0", "1 at most"]),
+    "too long": (dict(max_length=5, eval_size=0), ["tokens", "--max-length 5", "spell"]),
+    "warm-up that never ends": (dict(schedule="wsd", warmup_steps=9, steps=3), ["warm (9)"]),
+    "dropout": (dict(dropout=-0.1), ["--dropout -0.1"]),
+}
+
+
+def says(error, words):
+    message = str(error.value)
+    for word in words:
+        assert word in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", BAD_GRPO)
+def test_grpo_refuses(name, fast, tmp_path):
+    settings, words = BAD_GRPO[name]
+    with pytest.raises(UserError) as error:
+        grpo.main(grpo.Config(**{**fast, **settings}, out=str(tmp_path / "run")))
+    says(error, words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", BAD_SFT)
+def test_sft_refuses(name, place, tmp_path):
+    settings, words = BAD_SFT[name]
+    start = dict(model=str(place / "tied"), data=str(place / "chats.jsonl"), eval_size=3)
+    with pytest.raises(UserError) as error:
+        sft.main(sft.Config(**{**start, **settings}, out=str(tmp_path / "run")))
+    says(error, words)
+    assert not (tmp_path / "run").exists()
+
+
+BAD_LINES = {
+    "not JSON": ('{"prompt": "1 + 1 ="', "not valid JSON"),
+    "a list": ("[1]", "expected a JSON object"),
+    "blank": ("", "blank"),
+    "neither prompt nor chat": ('{"text": "1 + 1 = 2"}', "expected an object with"),
+}
+
+
+@pytest.mark.parametrize("script", [grpo, sft])
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named(name, script, fast, tmp_path, monkeypatch):
+    line, problem = BAD_LINES[name]
+    chat = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
+    good = json.dumps({"prompt": "1 + 1 =", "answer": "2", "messages": chat})
+    (tmp_path / "lines.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    monkeypatch.chdir(tmp_path)
+    settings = {**fast, "task": "lines.jsonl"} if script is grpo else {"model": fast["model"], "data": "lines.jsonl"}
+    with pytest.raises(UserError) as error:
+        script.main(script.Config(**settings, out="run"))
+    says(error, ["lines.jsonl, line 2", problem])
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_completion_a_prompt_where_advantages_need_no_group(launch, fast):
+    run = launch("grpo", **{**fast, "group_size": 1, "steps": 1}, variant="reinforce_pp")
+    assert run.column("grad_norm")[0] > 0
+
+
+@pytest.mark.parametrize("script", [grpo, sft])
+def test_a_folder_that_holds_files_stays_as_it_is(script, fast, place, tmp_path):
+    out = tmp_path / "run"
+    (out / "model").mkdir(parents=True)
+    (out / "metrics.jsonl").write_text("a line\n")
+    settings = fast if script is grpo else dict(model=fast["model"], data=str(place / "chats.jsonl"))
+    with pytest.raises(UserError) as error:
+        script.main(script.Config(**{**settings, "out": str(out)}))
+    says(error, [str(out), "already holds files"])
+    assert {path.name for path in out.rglob("*")} == {"metrics.jsonl", "model"}
+    assert (out / "metrics.jsonl").read_text() == "a line\n"
+
+
+def test_a_model_that_is_too_short_for_its_prompts(fast, tmp_path):
+    save_model(tmp_path / "short", replace(problems.MODELS["untied"]), positions=16)
+    with pytest.raises(UserError) as error:
+        grpo.main(grpo.Config(**{**fast, "model": str(tmp_path / "short"), "out": str(tmp_path / "run")}))
+    says(error, ["16 positions", "a prompt of"])
+    assert not (tmp_path / "run").exists()
+
+
+COMMANDS = {
+    "grpo.py": (["--variant", "dr_grop"], "error: --variant dr_grop: unknown; did you mean 'dr_grpo'?"),
+    "sft.py": (
+        ["--config", "settings.json"],
+        "error: --config settings.json: unknown setting 'step'; did you mean 'steps'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_the_command_prints_one_line_and_exits_with_2(script, tmp_path):
+    words, expected = COMMANDS[script]
+    (tmp_path / "settings.json").write_text('{"step": 3}')
+    done = command(ROOT / "launch" / script, *words, "--out", "run", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected + "\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+
+
+def test_an_unknown_flag_names_the_nearest(tmp_path, capsys):
+    from fncore import cli
+
+    with pytest.raises(SystemExit) as error:
+        cli.parse(grpo.Config, ["--group-siez", "4"])
+    assert error.value.code == 2
+    assert "--group-size" in capsys.readouterr().err
