@@ -67,26 +67,34 @@ def policy_loss(
 ) -> Callable[..., tuple[Tensor, Metrics]]:
     """The loss `sum_t weights_t (-objective_t + kl_coef kl_t - entropy_coef entropy_t)`.
 
-    score: `(params, buffers, batch, *, key) -> Scores`. The batch holds, besides what scoring needs, "advantages",
-    "weights", "old_logprobs" and "ref_logprobs", all `[B, T]`.
+    score: `(params, buffers, batch, *, key) -> Scores`. The batch holds, besides what scoring needs, "advantages" and
+    "weights", and as far as they are wanted "old_logprobs" and "ref_logprobs", all `[B, T]`. Without the former the
+    policy is taken to be the one that sampled, so its ratio is 1 by construction; without the latter there is no KL to
+    log, and `kl_coef` must be 0.
     """
 
     def loss(params: Any, buffers: Any, batch: Batch, *, key: Tensor | None = None) -> tuple[Tensor, Metrics]:
         scores, mask = score(params, buffers, batch, key=key), batch["mask"]
         logprobs, dtype = scores.logprobs, scores.logprobs.dtype
-        old, ref = (torch.where(mask, batch[name], 0.0) for name in ("old_logprobs", "ref_logprobs"))
+        old = torch.where(mask, batch["old_logprobs"], 0.0) if "old_logprobs" in batch else logprobs.detach()
         log_ratio = variant.ratio(logprobs, old, mask)
         objective, bounded = variant.objective(log_ratio, batch["advantages"].to(dtype), logprobs)
-        per_token = -objective + kl_coef * kl_estimator(logprobs, ref) - entropy_coef * scores.entropy
-        total = (batch["weights"].to(dtype) * torch.where(mask, per_token, 0.0)).sum()
-        change = (logprobs - old).abs()
+        per_token = -objective
         metrics: Metrics = {
-            "log_ratio/max_abs": stats.peak(change, mask),
-            "log_ratio/mean_abs": stats.mean(change, mask),
             "clip_fraction": stats.mean(bounded.to(dtype), mask),
-            "kl/ref": stats.mean(kl.k3(logprobs, ref), mask),
             "entropy": stats.mean(scores.entropy, mask),
         }
+        if "old_logprobs" in batch:
+            change = (logprobs - old).abs()
+            metrics["log_ratio/max_abs"] = stats.peak(change, mask)
+            metrics["log_ratio/mean_abs"] = stats.mean(change, mask)
+        if "ref_logprobs" in batch or kl_coef:
+            ref = torch.where(mask, batch["ref_logprobs"], 0.0)
+            per_token = per_token + kl_coef * kl_estimator(logprobs, ref)
+            metrics["kl/ref"] = stats.mean(kl.k3(logprobs, ref), mask)
+        if entropy_coef:
+            per_token = per_token - entropy_coef * scores.entropy
+        total = (batch["weights"].to(dtype) * torch.where(mask, per_token, 0.0)).sum()
         return total, metrics
 
     return loss

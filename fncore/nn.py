@@ -83,7 +83,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, ke
             v,
             attn_mask=None if mask is None else mask[:, None],
             is_causal=mask is None,
-            enable_gqa=q.shape[2] != k.shape[1],
+            enable_gqa=True if q.shape[2] != k.shape[1] else False,  # noqa: SIM210 - a bool when compiled, too
         )
         return out.transpose(1, 2).to(dtype)
     heads, tokens = k.shape[1], q.shape[1]

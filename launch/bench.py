@@ -43,7 +43,8 @@ BETAS, CLIP = (0.9, 0.99), 1.0
 class Config:
     """GRPO steps on two-term sums: ours as launch/grpo.py makes them, and TRL's GRPOTrainer.
 
-    Every completion has exactly --max-new-tokens tokens on both sides: stop tokens end none.
+    Every completion has exactly --max-new-tokens tokens on both sides: stop tokens end none. Neither side scores old or
+    reference log-probabilities: with one update a rollout and no KL, none is needed (--measure-every 0 there).
     """
 
     algorithm: tyro.conf.Positional[Literal["grpo"]] = "grpo"
@@ -60,6 +61,8 @@ class Config:
     """Of computation; parameters are float32 on both sides."""
     trl_batch: int | None = None
     """Completions in one forward and backward pass of TRL. Default: all of a step's."""
+    trl_gradient_checkpointing: bool = True
+    """TRL's own default, which spares memory; ours keeps its activations."""
     device: str = "auto"
     seed: int = 0
 
@@ -79,7 +82,7 @@ def our_steps(
     engine = Engine(loaded.config, buffers, loaded.tokenizer, frozenset(), dtype, config.max_new_tokens)
     score_tokens = partial(score, partial(decoder.forward, config=loaded.config, dtype=dtype))
     variant, optimizer = VARIANTS["grpo"], optim.adamw(config.lr, betas=BETAS, weight_decay=0.0, donate=True)
-    loss, reference = policy_loss(score_tokens, variant), decoder.cast(tree.copy(loaded.params), dtype)
+    loss = policy_loss(score_tokens, variant)
     params = tree.copy(loaded.params)
     state, key = TrainState(params, optimizer.init(params), buffers), random.key(config.seed, device=device)
 
@@ -93,9 +96,6 @@ def our_steps(
         batch = groups.collate(sampled, group_size=config.group_size, mask_truncated=False, device=device)
         rolled = clock(device)
         mask = batch["mask"]
-        with torch.no_grad():
-            batch["old_logprobs"] = score_tokens(state.params, buffers, batch).logprobs
-            batch["ref_logprobs"] = score_tokens(reference, buffers, batch).logprobs
         batch["advantages"] = variant.advantage(batch["rewards"].view(-1, config.group_size)).view(-1, 1) * mask
         counts = count(mask, batch["group"], budget=config.max_new_tokens)
         batch["weights"] = variant.weights(mask, counts, batch["group"])
@@ -167,7 +167,7 @@ def run_trl(
         max_grad_norm=CLIP,
         bf16=config.dtype == "bfloat16",
         use_cpu=device.type == "cpu",
-        gradient_checkpointing=False,  # ours keeps activations too
+        gradient_checkpointing=config.trl_gradient_checkpointing,
         dataloader_pin_memory=False,
         shuffle_dataset=False,
         save_strategy="no",
