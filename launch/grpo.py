@@ -145,8 +145,17 @@ class Config:
     """Held-out problems, answered greedily."""
     check_replicas_every: int = 10
     """Steps between comparisons of all ranks' parameters and optimizer state. 0: none."""
+    measure_every: int = 1
+    """Steps between measurements that training does without: the ratio where a rollout has one update, and the KL where
+    --kl-coef is 0. They take two forward passes. 0: at the first step alone."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Read defaults from a JSON file, such as the config.json of a run."""
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether the log-probabilities before the first update matter: else they are those of the update itself."""
+        in_reward = self.kl_placement == "reward" and self.kl_coef > 0
+        return self.updates_per_rollout > 1 or not self.rollout_eval_mode or in_reward or self.debug_log_ratio
 
 
 class Setup(NamedTuple):
@@ -175,8 +184,11 @@ def training_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainStat
     rolled = time.perf_counter()
 
     key = random.fold_in(random.fold_in(setup.key, "dropout"), step)
-    batch["old_logprobs"] = rescore(setup, state.params, batch, key=random.fold_in(key, "old"))
-    batch["ref_logprobs"] = rescore(setup, setup.reference, batch, key=random.fold_in(key, "reference"))
+    measured = step == 1 or due(config.measure_every, step, config.steps)
+    if measured or config.needs_old:
+        batch["old_logprobs"] = rescore(setup, state.params, batch, key=random.fold_in(key, "old"))
+    if measured or config.kl_coef > 0:
+        batch["ref_logprobs"] = rescore(setup, setup.reference, batch, key=random.fold_in(key, "reference"))
     batch["advantages"] = advantages(setup, batch)
     counts = Counts(*world.sum(count(batch["mask"], batch["group"], budget=config.max_new_tokens)))
     batch["weights"] = setup.variant.weights(batch["mask"], counts, batch["group"])
@@ -256,7 +268,7 @@ def rescore(setup: Setup, params: decoder.Params, batch: Batch, *, key: Tensor) 
 def advantages(setup: Setup, batch: Batch) -> Tensor:
     """The variant's advantages, one a completion, on each of its tokens: `[B, T]`, float64."""
     config, mask, rewards = setup.config, batch["mask"], batch["rewards"]
-    if config.kl_placement == "reward":
+    if config.kl_placement == "reward" and config.kl_coef > 0:
         penalty = kl.k1(batch["old_logprobs"], batch["ref_logprobs"]).double()
         rewards = rewards - config.kl_coef * torch.where(mask, penalty, 0.0).sum(dim=1)
     values = setup.variant.advantage(rewards.view(-1, config.group_size)).view(-1, 1) * mask
@@ -268,9 +280,9 @@ def advantages(setup: Setup, batch: Batch) -> Tensor:
 def summarize(updates: list[dict[str, float]]) -> dict[str, float]:
     """One record of a step's updates: their mean, but for what compares the policy with itself before the first."""
     record = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-    for name in ("log_ratio/max_abs", "log_ratio/mean_abs", "kl/ref"):
-        record[name] = updates[0][name]
-    record["log_ratio/last_max_abs"] = updates[-1]["log_ratio/max_abs"]
+    record |= {name: value for name, value in updates[0].items() if name.startswith(("log_ratio/", "kl/"))}
+    if "log_ratio/max_abs" in record:
+        record["log_ratio/last_max_abs"] = updates[-1]["log_ratio/max_abs"]
     return record
 
 
@@ -419,6 +431,7 @@ def check(config: Config) -> None:
         "eval_every",
         "eval_size",
         "check_replicas_every",
+        "measure_every",
         "max_resamples",
         "warmup_steps",
         "lr",
@@ -436,6 +449,8 @@ def check(config: Config) -> None:
             f"--group-size {config.group_size}: the advantages of {config.variant} compare the completions of a "
             "prompt, so it takes 2 or more; --variant reinforce_pp works with 1"
         )
+    if config.dynamic_sampling and config.group_size < 2:
+        raise UserError("--dynamic-sampling compares the completions of a prompt, so it takes --group-size 2 or more")
     if config.reward_weights and len(config.reward_weights) != len(config.reward):
         raise UserError(f"--reward-weights: {len(config.reward_weights)} weights for {len(config.reward)} rewards")
     if config.truncated == "punish" and not 1 <= config.overlong_buffer <= config.max_new_tokens:

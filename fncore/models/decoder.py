@@ -68,6 +68,31 @@ class Output(NamedTuple):
     cache: Cache | None
 
 
+class Layout(NamedTuple):
+    """Which tokens of a right-padded batch `[B, T]` are worth computing, each once: N of them."""
+
+    places: Tensor  # [B, T], the place among the N of each token's twin; of padding, any place
+    rows: Tensor  # [N], the place in the flattened batch of each of the N
+
+
+def layout(tokens: Tensor, lengths: Tensor, group: Tensor | None = None) -> Layout:
+    """Leave out padding, and what a row shares with the first row of its group from the start on: attention is causal,
+    so equal beginnings have equal hidden states. A prompt is computed once for all of its completions.
+
+    tokens `[B, T]`, lengths `[B]`, group `[B]`: rows that probably begin alike; that they do is checked.
+    """
+    rows, columns = torch.arange(len(tokens), device=tokens.device), torch.arange(tokens.shape[1], device=tokens.device)
+    real, leader = columns < lengths[:, None], rows
+    if group is not None:
+        _, inverse = torch.unique(group, return_inverse=True)
+        leader = torch.full_like(rows, len(rows)).scatter_reduce(0, inverse, rows, "amin")[inverse]
+    alike = (tokens == tokens[leader]) & real & real[leader] & (leader != rows)[:, None]
+    shared = alike.int().cumprod(dim=1).bool()
+    own = real & ~shared
+    place = (own.flatten().cumsum(0) - 1).view(own.shape)
+    return Layout(torch.where(shared, place[leader], place).clamp(min=0), own.flatten().nonzero().squeeze(1))
+
+
 def shapes(config: Config) -> Params:
     """The parameter tree with a shape in the place of each tensor. Matrices are `[out, in]`."""
     width, query, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
@@ -158,6 +183,7 @@ def block(
     mask: Tensor | None,
     cache: tuple[Tensor, Tensor, Tensor] | None,
     keys: tuple[Tensor, Tensor] | None,
+    layout: Layout | None,
     *,
     config: Config,
     kernel: nn.Kernel = "fused",
@@ -165,7 +191,8 @@ def block(
     """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`. x `[B, T, D]`.
 
     cache: (keys `[B, K, S, C]`, values, positions `[B, T]`): the new keys and values are written at the positions, in
-    place, and attention runs over the slots. keys: dropout keys `[B, T, 2]` of the two branches.
+    place, and attention runs over the slots. keys: dropout keys `[B, T, 2]` of the two branches. layout: x is
+    `[1, N, D]`, and only attention sees rows.
     """
     p = layer["attention"]
     y = nn.rms_norm(x, layer["attention_norm"], eps=config.rms_norm_eps)
@@ -177,6 +204,8 @@ def block(
         q = nn.rms_norm(q, p["q_norm"], eps=config.rms_norm_eps)
         k = nn.rms_norm(k, p["k_norm"], eps=config.rms_norm_eps)
     q, k = nn.rope(q, *rope), nn.rope(k, *rope)
+    if layout is not None:
+        q, k, v = (F.embedding(layout.places, z[0].flatten(1)).unflatten(-1, z.shape[2:]) for z in (q, k, v))
     if cache is None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     else:
@@ -186,6 +215,8 @@ def block(
         cached_values[rows, :, positions] = v
         k, v = cached_keys, cached_values
     y = rearrange(nn.attention(q, k, v, mask=mask, kernel=kernel), "b t h c -> b t (h c)")
+    if layout is not None:
+        y = y.flatten(0, 1).index_select(0, layout.rows)[None]
     y = F.linear(y, p["o"], p.get("o_bias"))
     x = x + (y if keys is None else nn.dropout(y, keys[0], rate=config.dropout))
     y = nn.swiglu(nn.rms_norm(x, layer["mlp_norm"], eps=config.rms_norm_eps), **layer["mlp"])
@@ -215,6 +246,7 @@ def apply(
     segments: Tensor | None = None,
     cache: Cache | None = None,
     key: Tensor | None = None,
+    layout: Layout | None = None,
     kernel: nn.Kernel = "fused",
     block: Callable[..., Tensor] = block,
 ) -> Output:
@@ -224,11 +256,15 @@ def apply(
     packed documents and padding on any side; padding on the right needs none, since attention is causal.
     key `[B, 2]`: one dropout key a row; without it, or with dropout 0, the function is deterministic.
     cache: the tokens are read after those in the cache. The cache is donated: its tensors are written in place.
+    layout: compute these tokens alone; without dropout, segments or cache. What comes out at padding means nothing.
     block: the layer function, for a compiled one.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    rope = buffers["rope"]["cos"][positions], buffers["rope"]["sin"][positions]
+    places = positions
+    if layout is not None:
+        tokens, places = (z.flatten().index_select(0, layout.rows)[None] for z in (tokens, positions))
+    rope = buffers["rope"]["cos"][places], buffers["rope"]["sin"][places]
     x = F.embedding(tokens, params["embed"])
     token_keys = None
     if key is not None and config.dropout > 0.0:
@@ -245,8 +281,9 @@ def apply(
         if token_keys is not None:
             keys = random.fold_in(token_keys, 2 * index), random.fold_in(token_keys, 2 * index + 1)
         slots = None if cache is None else (cache.keys[index], cache.values[index], positions)
-        x = block(layer, x, rope, masks[window], slots, keys, config=config, kernel=kernel)
-    return Output(nn.rms_norm(x, params["norm"], eps=config.rms_norm_eps), cache)
+        x = block(layer, x, rope, masks[window], slots, keys, layout, config=config, kernel=kernel)
+    hidden = nn.rms_norm(x, params["norm"], eps=config.rms_norm_eps)
+    return Output(hidden if layout is None else F.embedding(layout.places, hidden[0]), cache)
 
 
 def _mask(positions: Tensor, segments: Tensor | None, slots: int | None, window: int | None) -> Tensor | None:
@@ -279,9 +316,13 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """What scoring needs: hidden states `[B, T, D]` of `batch["tokens"]`, and the unembedding `[V, D]`, in `dtype`.
 
-    "positions" and "segments" of the batch are used where it has them.
+    "positions" and "segments" of the batch are used where it has them. Where it has "lengths" instead, rows are padded
+    on the right, and without dropout padding is left out and shared beginnings within a "group" are computed once.
     """
     params = cast(params, dtype)
+    dense = (
+        "lengths" not in batch or "segments" in batch or "positions" in batch or (key is not None and config.dropout)
+    )
     output = apply(
         params,
         buffers,
@@ -289,6 +330,7 @@ def forward(
         config=config,
         positions=batch.get("positions"),
         segments=batch.get("segments"),
+        layout=None if dense else layout(batch["tokens"], batch["lengths"], batch.get("group")),
         key=key,
         block=block,
     )

@@ -83,6 +83,18 @@ def test_every_option_on_ranks_and_its_effect(pool, name):
     assert changed(without, alone) == (name not in ("small microbatches", "fewer prompts than ranks"))
 
 
+def test_measuring_changes_nothing(pool):
+    """Without measurements the parameters are the same bits, and what was not measured is not recorded."""
+    with_them, without = (
+        pool.run(jobs.launch, 2, kl_coef=0.0)[0],
+        pool.run(jobs.launch, 2, kl_coef=0.0, measure_every=0)[0],
+    )
+    assert with_them["prints"] == without["prints"]
+    for name in ("log_ratio/max_abs", "kl/ref"):
+        assert all(name in record for record in with_them["records"])
+        assert [name in record for record in without["records"]] == [True, False, False]
+
+
 def test_dropout_in_rollouts_moves_the_ratio(pool):
     """With --no-rollout-eval-mode and dropout, new and old log-probabilities differ before any update; else never."""
     off = pool.run(jobs.launch, 2, dropout=0.2, rollout_eval_mode=False)[0]["records"][0]

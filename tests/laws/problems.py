@@ -85,11 +85,12 @@ def rows(seed: int, lengths: list[tuple[int, int]], *, vocab: int = 17) -> Batch
     column = lambda values: torch.tensor(values, dtype=torch.int64)
     starts, ends = column([a for a, _ in lengths]), column([a + b for a, b in lengths])
     ids = torch.arange(num)
+    draw = lambda name, of: random.bits(random.fold_in(random.fold_in(key, name), of), (width,)) % vocab
     coarse = (
         3 * random.uniform(random.fold_in(key, "rewards"), (num,), dtype=torch.float64)
     ).floor()  # constant groups
     return {
-        "tokens": random.bits(random.fold_in(random.fold_in(key, "tokens"), ids), (width,)) % vocab,
+        "tokens": torch.where(torch.arange(width) < starts[:, None], draw("prompt", ids // GROUP), draw("reply", ids)),
         "mask": spans(starts, ends, width=width),
         "lengths": ends,
         "group": ids // GROUP,
