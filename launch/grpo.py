@@ -116,7 +116,8 @@ class Config:
     """With dynamic sampling: how many more rounds of prompts a step may draw."""
 
     reward: tuple[str, ...] = ("task",)
-    """Rewards: "task" (its own verifier), "math" (math-verify), or "module:function" of yours."""
+    """Rewards: "task" (its own verifier), "math" (math-verify), "number" (the last number of the completion is the
+    answer), or "module:function" of yours. Held-out accuracy is by the first."""
     reward_weights: tuple[float, ...] = ()
     """One for each reward; default 1."""
     reward_timeout: float = 10.0

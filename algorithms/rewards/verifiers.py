@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -26,7 +27,8 @@ from fncore.text.tasks import gym_dataset
 Verifier = Callable[[list[dict[str, str]], str, str, int], object]
 """`(prompt, completion, answer, index)` to a number; a function of an operator may return anything."""
 
-BUILTIN = ("task", "math")
+BUILTIN = ("task", "math", "number")
+_NUMBERS = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 MATH_CHARACTERS = 2_000
 TASK_CHARACTERS = 20_000
 
@@ -57,8 +59,9 @@ def verifier(name: str, task_spec: dict[str, Any]) -> Verifier:
     """The verifier of a reward.
 
     Args:
-        name: "task" (the task's own), "math" (equality of formulas by math-verify), or "module:function", a function of
-            the operator that is called with the keyword arguments prompt, completion and answer.
+        name: "task" (the task's own), "math" (equality of formulas by math-verify), "number" (the last number of the
+            completion is the answer, whatever the words around it), or "module:function", a function of the operator
+            that is called with the keyword arguments prompt, completion and answer.
         task_spec: What the task's `spec()` returned.
 
     Raises:
@@ -66,6 +69,8 @@ def verifier(name: str, task_spec: dict[str, Any]) -> Verifier:
     """
     if name == "math":
         return _math()
+    if name == "number":
+        return _number
     if name == "task":
         return _gym(task_spec) if task_spec.get("kind") == "reasoning_gym" else _math()
     if ":" in name:
@@ -74,6 +79,16 @@ def verifier(name: str, task_spec: dict[str, Any]) -> Verifier:
     near = difflib.get_close_matches(name, BUILTIN, n=1)
     hint = f", did you mean {near[0]!r}?" if near else ""
     raise UserError(f"There is no reward {name!r}{hint}; a reward is one of {', '.join(BUILTIN)}, or module:function.")
+
+
+def _number(prompt: list[dict[str, str]], completion: str, answer: str, index: int) -> float:
+    found = _NUMBERS.findall(extract_answer(completion[-TASK_CHARACTERS:]))
+    expected = _NUMBERS.findall(answer)
+    return float(bool(found and expected) and _value(found[-1]) == _value(expected[-1]))
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))
 
 
 def provenance(name: str) -> dict[str, str]:

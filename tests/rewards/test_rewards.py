@@ -353,3 +353,23 @@ def test_overlong_penalty():
     assert overlong_penalty(torch.tensor([2**40]), max_length=2**40 + 1, buffer=2).item() == -0.5
     with pytest.raises(ValueError, match="buffer"):
         overlong_penalty(lengths, max_length=16, buffer=17)
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "score"),
+    [
+        ("42", "42", 1.0),
+        ("42", "17 + 25 = 42.", 1.0),
+        ("42", "The answer is 42, not 24", 0.0),
+        ("-7", "2 - 9 = -7", 1.0),
+        ("7", "2 - 9 = -7", 0.0),
+        ("1000", "It is 1,000", 1.0),
+        ("0.5", "0.50", 1.0),
+        ("5", "15", 0.0),
+        ("42", "no number", 0.0),
+        ("42", "<answer>42</answer> of 50", 1.0),
+        ("42", "\u0664\u0662", 0.0),
+    ],
+)
+def test_number(answer, completion, score):
+    assert verifier("number", {})([], completion, answer, 0) == score
