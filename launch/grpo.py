@@ -211,6 +211,7 @@ def training_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainStat
         **summarize(updates),
         **{name: value for name, value in seen.items() if name not in ("reward/square", "tokens", "groups")},
         "reward/std": max(seen["reward/square"] - seen["reward/mean"] ** 2, 0.0) ** 0.5,
+        "completions": f"{seen['completions']:x}",
         "groups/drawn": drawn,
         "groups/kept": int(seen["groups"]),
         "tokens_per_second": seen["tokens"] / (end - start),

@@ -89,6 +89,7 @@ def layout(tokens: Tensor, lengths: Tensor, group: Tensor | None = None) -> Layo
     alike = (tokens == tokens[leader]) & real & real[leader] & (leader != rows)[:, None]
     shared = alike.int().cumprod(dim=1).bool()
     own = real & ~shared
+    own[:1, :1] |= ~own.any()  # a batch of nothing but padding still has a token
     place = (own.flatten().cumsum(0) - 1).view(own.shape)
     return Layout(torch.where(shared, place[leader], place).clamp(min=0), own.flatten().nonzero().squeeze(1))
 

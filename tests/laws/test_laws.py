@@ -274,3 +274,10 @@ def test_all_masked_batch_is_zero(algorithm):
     assert all((leaf == 0).all() for leaf in tree.leaves(grads))
     assert set(stats.report(metrics).values()) == {0.0}
     assert all(isinstance(value, Stat | Peak) for value in metrics.values())
+
+
+def test_a_batch_of_padding_alone():
+    """Rows of length 0 have nothing to score."""
+    p = problem("grpo", "tied", 1, [(2, 3), (1, 2)])
+    empty = {**p.batch, "lengths": p.batch["lengths"] * 0, "mask": p.batch["mask"] & False}
+    assert p.score(p.params, p.buffers, empty).logprobs.abs().max() == 0
