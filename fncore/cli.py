@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -24,7 +25,7 @@ Config = TypeVar("Config")
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -52,10 +53,18 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def require(config: Any, least: float, *names: str) -> None:
-    """Raise `UserError` for a setting below `least`."""
+    """Raise `UserError` for a setting below `least`, or NaN or infinite. None, a default, passes."""
     for name in names:
-        if not getattr(config, name) >= least:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be {least} or more")
+        value = getattr(config, name)
+        if value is not None and not least <= value < math.inf:
+            bound = f"{least} or more" if value < least else "a finite number"
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be {bound}")
+
+
+def check_seed(seed: int) -> None:
+    """Raise `UserError` for a seed that 64 bits can't hold."""
+    if not -(2**63) <= seed < 2**63:
+        raise UserError(f"--seed {seed}: must be at least -2**63 and below 2**63")
 
 
 @contextmanager
@@ -84,7 +93,7 @@ def read(kind: type[Config], path: Path) -> Config:
         values = json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"--config {path}: can't be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--config {path}: not JSON ({error})") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: expected an object of settings, found {type(values).__name__}")
@@ -128,7 +137,9 @@ def run(main: Callable[[Config], None], kind: type[Config]) -> None:
         where = f" (rank {rank})" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
         print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         os._exit(2)  # no destructor of a process group may wait for peers
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if rank == 0:
+            print(f"stopped; {stop or 'no model was saved'}", file=sys.stderr, flush=True)
         os._exit(130)
     except BaseException as error:
         if isinstance(error, SystemExit):

@@ -137,6 +137,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"--device {name}: no such device; use auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: not supported; use auto, cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
     return device

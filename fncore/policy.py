@@ -1,6 +1,6 @@
 """A model with its tokenizer, as loaded from a folder and as written to one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,19 +30,39 @@ def load(model: str, *, dtype: torch.dtype, device: torch.device, dropout: float
     place = locate(model)
     config, params = hf.load(place, dtype=master_dtype(dtype), device=device, dropout=dropout)
     tokenizer = load_tokenizer(place)
-    return Policy(config, params, tokenizer, stop_tokens(tokenizer, place))
+    named = stop_tokens(tokenizer, place)
+    stops = frozenset(token for token in named if 0 <= token < config.vocab_size)
+    if not stops:
+        raise UserError(
+            f"{model}: no end-of-sequence token ({', '.join(map(str, sorted(named)))}) is among the model's "
+            f"{config.vocab_size} tokens, so no reply could end; use the tokenizer that the model was trained with"
+        )
+    return Policy(config, params, tokenizer, stops)
 
 
 def check_prompts(policy: Policy, prompts: Iterable[Messages], *, max_new_tokens: int) -> None:
-    """Raise `UserError` for a prompt that leaves too little room for a reply under the model's position limit."""
+    """Raise `UserError` for a prompt with ids that the model lacks, or with too little room for a reply under the
+    model's position limit."""
     limit = policy.config.max_position_embeddings
     for messages in prompts:
-        length = len(encode_prompt(policy.tokenizer, messages))
+        ids = encode_prompt(policy.tokenizer, messages)
+        check_ids(policy, ids, messages)
+        length = len(ids)
         if length + max_new_tokens > limit:
             raise UserError(
                 f"a prompt of {length} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} "
                 f"positions: {shorten(messages[-1]['content'])}"
             )
+
+
+def check_ids(policy: Policy, ids: Sequence[int], messages: Messages) -> None:
+    """Raise `UserError` for an id of the encoded messages beyond the model's vocabulary."""
+    largest, size = max(ids, default=0), policy.config.vocab_size
+    if largest >= size:
+        raise UserError(
+            f"the tokenizer gives id {largest}, but the model has {size} tokens: {shorten(messages[-1]['content'])}; "
+            "use the tokenizer that the model was trained with"
+        )
 
 
 def save(folder: Path, policy: Policy, *, card: str) -> None:

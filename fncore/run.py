@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,8 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fncore import policy
+from fncore import policy, tree
 from fncore.errors import UserError
+from fncore.tree import Tree
 
 Record = dict[str, Any]
 
@@ -27,12 +30,39 @@ def due(every: int, step: int, last: int) -> bool:
 
 
 def require_finite(grad_norm: float, *, step: int, loss: float) -> None:
-    """Raise `UserError` for a gradient that is NaN or infinite. A reduced one is the same on all ranks: all stop."""
-    if not math.isfinite(grad_norm):
+    """Raise `UserError` for a gradient or loss that is NaN or infinite. Reduced, they are the same on all ranks: all
+    stop."""
+    if not (math.isfinite(grad_norm) and math.isfinite(loss)):
         raise UserError(
             f"step {step}: the norm of the gradient is {grad_norm} and the loss {loss}, so training can't go on; try a "
             "lower --lr, more --warmup-steps or --dtype float32"
         )
+
+
+def require_finite_parameters(params: Tree) -> None:
+    """Raise `UserError` for parameters that are NaN or infinite, as no gradient after the last update would show."""
+    if not all(leaf.isfinite().all() for leaf in tree.leaves(params)):
+        raise UserError("the last update left parameters that are not finite, so no model was saved; try a lower --lr")
+
+
+def require_free(folder: str | None) -> None:
+    """Raise `UserError` if the run folder, where one is named, holds anything already."""
+    with _writing(folder):
+        path = Path(folder or "")
+        if folder is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"--out {folder} already holds files; name a new folder, or remove that one")
+
+
+@contextmanager
+def _writing(folder: str | Path | None) -> Iterator[None]:
+    """A full disk or a folder without permission is the user's to mend."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error " not in str(error):  # as libraries in Rust say it
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--out {folder}: can't be written ({reason})") from error
 
 
 class Run:
@@ -48,16 +78,14 @@ class Run:
         self.shown: list[Record] = []
         if not active:
             return
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise UserError(f"--out {folder} already holds files; name a new folder, or remove that one")
-        try:
+        self.saved = False
+        require_free(folder)
+        with _writing(folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps({**dataclasses.asdict(config), "out": folder}, indent=2)
             (self.folder / "config.json").write_text(text + "\n")
             if provenance:
                 (self.folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"--out {folder}: can't be written ({error.strerror})") from error
         self.console = Console()
         self.progress = Progress(
             TextColumn("step"),
@@ -77,9 +105,11 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.active:
             self.progress.stop()
+            if isinstance(error, KeyboardInterrupt):
+                error.args = (f"{'the' if self.saved else 'no'} model was saved; the run is in {self.folder}/",)
 
     def say(self, text: str) -> None:
         if self.active:
@@ -107,14 +137,17 @@ class Run:
     def save_model(self, trained: policy.Policy, *, card: str) -> None:
         """Write the model to the folder's `model/`."""
         if self.active:
-            policy.save(self.folder / "model", trained, card=card)
+            with _writing(self.folder):
+                policy.save(self.folder / "model", trained, card=card)
+            self.saved = True
 
     def finish(self) -> None:
         """Draw the curves and print the last samples and where everything is."""
         if not self.active:
             return
         self.progress.stop()
-        draw(self.records, self.folder / "curves.png")
+        with _writing(self.folder):
+            draw(self.records, self.folder / "curves.png")
         if self.shown:
             table = Table("prompt", "completion", "reward", title="sampled completions")
             for sample in self.shown[:8]:
@@ -123,7 +156,7 @@ class Run:
         self.say(f"written to {self.folder}/: {', '.join(sorted(path.name for path in self.folder.iterdir()))}")
 
     def _append(self, name: str, records: list[Record]) -> None:
-        with (self.folder / name).open("a") as file:
+        with _writing(self.folder), (self.folder / name).open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
 

@@ -4,6 +4,8 @@ python launch/grpo.py
 torchrun --standalone --nproc-per-node 2 launch/grpo.py --variant dapo --steps 100
 """
 
+import math
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +28,7 @@ from fncore.distributed import World, open_world
 from fncore.errors import UserError
 from fncore.evaluation import accuracy
 from fncore.models import decoder
-from fncore.run import Run, default_folder, due, require_finite
+from fncore.run import Run, default_folder, due, require_finite, require_finite_parameters, require_free
 from fncore.sampling.engine import Engine
 from fncore.stats import report
 from fncore.step import TrainState, apply_gradients, gradients
@@ -48,6 +50,7 @@ RECORDED = [
     "loss",
     "reward/mean",
     "reward/std",
+    "reward/errors",
     "eval/accuracy",
     "log_ratio/max_abs",
     "clip_fraction",
@@ -297,9 +300,19 @@ def evaluate(setup: Setup, params: decoder.Params, heldout: list[Example]) -> fl
     return setup.world.sum(right).mean()
 
 
+def failures(scorer: Scorer, world: World, step: int) -> int:
+    """How many rewards failed on all ranks since the last call. Each rank tells of its first one."""
+    mine = scorer.failures()
+    if mine:
+        print(f"step {step}, rank {world.rank}: {mine[0]}", file=sys.stderr, flush=True)
+    return int(world.sum(torch.tensor(len(mine))))
+
+
 def main(config: Config) -> None:
     check(config)
     with open_world(config.device) as world:
+        if world.rank == 0:
+            require_free(config.out)
         task = load_task(config.task, config=config.task_config, seed=config.seed, system=config.system)
         scorer = Scorer(
             list(config.reward),
@@ -329,7 +342,8 @@ def train(config: Config, world: World, task: Task, scorer: Scorer) -> None:
     )
     with opened as run:
         measured = {0: evaluate(setup, state.params, heldout)}
-        run.log({**dict.fromkeys(RECORDED), "step": 0, "eval/accuracy": measured[0]}, show=SHOWN)
+        start = {"step": 0, "eval/accuracy": measured[0], "reward/errors": failures(scorer, world, 0)}
+        run.log({**dict.fromkeys(RECORDED), **start}, show=SHOWN)
         for step in range(1, config.steps + 1):
             lr = schedule(int(state.opt_state.step))
             state, record, rollouts = training_step(setup, state, step)
@@ -337,6 +351,7 @@ def train(config: Config, world: World, task: Task, scorer: Scorer) -> None:
             record["eval/accuracy"] = record["replicas/equal"] = None
             if due(config.eval_every, step, config.steps):
                 record["eval/accuracy"] = measured[step] = evaluate(setup, state.params, heldout)
+            record["reward/errors"] = failures(scorer, world, step)
             if due(config.check_replicas_every, step, config.steps):
                 world.assert_replicated({"params": state.params, "opt_state": state.opt_state})
                 record["replicas/equal"] = True
@@ -347,6 +362,7 @@ def train(config: Config, world: World, task: Task, scorer: Scorer) -> None:
                     f"step {step}: |new - old| log-probability on the first minibatch: "
                     f"max {record['log_ratio/max_abs']:.3g}, mean {record['log_ratio/mean_abs']:.3g}"
                 )
+        require_finite_parameters(state.params)
         run.save_model(loaded._replace(params=state.params), card=card(config, measured))
         run.finish()
 
@@ -415,6 +431,7 @@ def card(config: Config, measured: dict[int, float | None]) -> str:
 
 def check(config: Config) -> None:
     """Raise `UserError` for settings that don't fit together."""
+    cli.check_seed(config.seed)
     if config.variant not in VARIANTS:
         raise UserError(f"--variant {config.variant}: unknown{cli.nearest(config.variant, VARIANTS)}")
     cli.require(
@@ -439,13 +456,18 @@ def check(config: Config) -> None:
         "lr",
         "kl_coef",
         "weight_decay",
+        "clip_low",
     )
+    if not math.isfinite(config.entropy_coef):
+        raise UserError(f"--entropy-coef {config.entropy_coef}: must be a finite number")
+    if config.clip_high is not None and not 0 < config.clip_high < math.inf:
+        raise UserError(f"--clip-high {config.clip_high}: must be above 0 and finite")
     if not 0 <= config.dropout < 1:
         raise UserError(f"--dropout {config.dropout}: must be at least 0 and below 1")
     if not config.clip_grad > 0:
         raise UserError(f"--clip-grad {config.clip_grad}: must be above 0")
-    if not config.temperature > 0:
-        raise UserError(f"--temperature {config.temperature}: training samples, so it must be above 0")
+    if not 0 < config.temperature < math.inf:
+        raise UserError(f"--temperature {config.temperature}: training samples, so it must be above 0 and finite")
     if config.group_size < 2 and VARIANTS[config.variant].needs_group:
         raise UserError(
             f"--group-size {config.group_size}: the advantages of {config.variant} compare the completions of a "

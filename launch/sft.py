@@ -23,7 +23,7 @@ from fncore.distributed import World, open_world
 from fncore.errors import UserError
 from fncore.evaluation import accuracy
 from fncore.models import decoder
-from fncore.run import Run, default_folder, due, require_finite
+from fncore.run import Run, default_folder, due, require_finite, require_finite_parameters, require_free
 from fncore.sampling.engine import Engine
 from fncore.stats import add, report
 from fncore.step import TrainState, apply_gradients, gradients
@@ -101,6 +101,7 @@ def collate(
     encoded = [encode_conversation(loaded.tokenizer, messages, stops=loaded.stops) for _, messages in chats]
     positions = loaded.config.max_position_embeddings
     for (ids, _), (_, messages) in zip(encoded, chats, strict=True):
+        policy.check_ids(loaded, ids, messages)
         if len(ids) > min(config.max_length, positions):
             limit = f"--max-length {config.max_length}" if len(ids) > config.max_length else f"the model's {positions}"
             raise UserError(f"an example has {len(ids)} tokens, more than {limit}: {shorten(messages[0]['content'])}")
@@ -121,6 +122,8 @@ def weigh(batch: Batch, world: World) -> Batch:
 def main(config: Config) -> None:
     check(config)
     with open_world(config.device) as world:
+        if world.rank == 0:
+            require_free(config.out)
         if config.data is not None:
             train(config, world, from_file(config.data, seed=config.seed, eval_size=config.eval_size), None)
             return
@@ -132,6 +135,7 @@ def main(config: Config) -> None:
 
 def check(config: Config) -> None:
     """Raise `UserError` for settings that don't fit together."""
+    cli.check_seed(config.seed)
     cli.require(
         config,
         1,
@@ -204,6 +208,7 @@ def train(config: Config, world: World, data: Demonstrations, quiz: Quiz | None)
             if due(config.eval_every, step, config.steps):
                 record |= evaluate(config, world, loss, engine, state, heldout, quiz)
             run.log(record, show=SHOWN)
+        require_finite_parameters(state.params)
         run.save_model(loaded._replace(params=state.params), card=card(config))
         run.finish()
 

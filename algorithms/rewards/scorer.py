@@ -46,7 +46,7 @@ class Scorer:
 
     The built-in verifiers give 0 to a completion that they can't judge within the limit: what can't be checked isn't
     right, and a model must not be able to stop its training by what it writes. A failure of an operator's function
-    stops the run, unless `on_error` says what it is worth. Both are counted in `errors`.
+    stops the run, unless `on_error` says what it is worth. Both are counted in `errors`, and told by `failures`.
 
     Args:
         rewards: Names of verifiers: "task", "math", "module:function".
@@ -78,6 +78,7 @@ class Scorer:
             raise UserError(f"The score on an error is {on_error!r}, expected a finite number.")
         self.rewards, self.weights, self.errors = list(rewards), list(weights), 0
         self._task_spec, self._timeout, self._on_error = task_spec, timeout, on_error
+        self._failures: list[str] = []
         self._child: _Child | None = None
         self._loaded: list[dict[str, str]] | None = None
         self._lock = threading.Lock()
@@ -116,6 +117,12 @@ class Scorer:
                 {name: self._score(number, sample) for number, name in enumerate(self.rewards)} for sample in samples
             ]
 
+    def failures(self) -> list[str]:
+        """What failed since the last call: a sentence for each score that `on_error`, or 0, stands in for."""
+        with self._lock:
+            failures, self._failures = self._failures, []
+            return failures
+
     def provenance(self) -> list[dict[str, Any]]:
         """For each reward its name, its weight and, for a function of the operator, its file and the file's SHA-256."""
         self.start()
@@ -132,14 +139,14 @@ class Scorer:
             return reply["score"]
         self.errors += 1
         name = self.rewards[number]
-        if self._on_error is not None:
-            return self._on_error
-        if name in BUILTIN:
-            return 0.0
-        raise RewardError(
+        failure = (
             f"Reward {name!r} {reply['error']}; prompt {shorten(sample.prompt, 200)}, "
             f"completion {shorten(sample.completion, 200)}."
         )
+        if self._on_error is None and name not in BUILTIN:
+            raise RewardError(failure)
+        self._failures.append(failure)
+        return 0.0 if self._on_error is None else self._on_error
 
     def _running(self) -> "_Child":
         if self._child is not None:

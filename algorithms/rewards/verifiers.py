@@ -34,6 +34,8 @@ TASK_CHARACTERS = 20_000
 
 # Powers of powers and exponents of five digits and more, which would be computed in full.
 _HUGE = re.compile(r"(?:\^|\*\*)[\s\d({]*(?:\^|\*\*)|(?:\^|\*\*)[\s({+-]*\d{5,}")
+# As reasoning-gym reads it, whatever the case and the spaces; an imaginary unit may follow.
+_NAN = re.compile(r"(?<![^\W\d_])nan[ij]?(?![^\W\d_])")
 _WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}")
 
 _NAMES = frozenset(
@@ -173,7 +175,7 @@ def _gym(spec: dict[str, Any]) -> Verifier:
     def verify(prompt: list[dict[str, str]], completion: str, answer: str, index: int) -> float:
         entry = dataset[index]
         reply = extract_answer(completion)[-TASK_CHARACTERS:]
-        if _HUGE.search(reply):
+        if _HUGE.search(reply) or (_has_nan(reply) and not _has_nan(str(entry["answer"]))):
             return 0.0
         try:
             with judging():
@@ -190,6 +192,11 @@ def _gym(spec: dict[str, Any]) -> Verifier:
             f"Task {spec['name']!r} can't score its own answer: {type(error).__name__}: {error}."
         ) from error
     return verify
+
+
+def _has_nan(text: str) -> bool:
+    # Its distance to a number compares as if it were none.
+    return bool(_NAN.search(text.replace(" ", "").lower()))
 
 
 def _math() -> Verifier:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
@@ -20,6 +21,7 @@ from fncore.errors import UserError
 from fncore.folder import whole
 from fncore.models import gguf
 from fncore.models.decoder import Config, Params, map_shapes
+from fncore.text.jsonl import shorten
 
 # What each family's config class assumes where config.json is silent; None: follows from the other sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -58,6 +60,8 @@ _SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings"
 ).split()
+# Beyond these a number is a mistake that would fill the memory before anything else could refuse it.
+_MOST = {"max_position_embeddings": 2**24, "num_hidden_layers": 2**12}
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "vocab.txt", "merges.txt"]
 _HUB_COPIES = ["*/*", "consolidated*.safetensors"]  # the same weights in other formats
 
@@ -134,27 +138,30 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     (transformers 5) or from `rope_theta` and `rope_scaling`. Raises `UserError` for what the decoder can't compute.
     """
     family = raw.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"config.json: model_type {family!r} is not supported (supported: {', '.join(FAMILIES)})")
     raw = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0, **FAMILIES[family], **raw}
     for key, only in _ONLY.items():
         _refuse(raw, key, only)
-    heads, layers = _integer(raw, "num_attention_heads"), _integer(raw, "num_hidden_layers")
-    sizes: dict[str, int | None] = dict.fromkeys(_SIZES)
-    sizes |= {"num_key_value_heads": heads, "head_dim": _integer(raw, "hidden_size") // heads}
+    heads = _integer(raw, "num_attention_heads")
+    defaults = {"num_key_value_heads": heads, "head_dim": _integer(raw, "hidden_size") // heads}
+    sizes = {name: _integer(raw, name, defaults.get(name)) for name in _SIZES}
+    for key, most in _MOST.items():
+        if sizes[key] > most:
+            raise UserError(f"config.json: {key} {sizes[key]} is not supported ({most} at most)")
     theta, scaling = _rope(raw)
-    bias = family in ("llama", "qwen3") and bool(raw.get("attention_bias"))
+    bias = family in ("llama", "qwen3") and _switch(raw, "attention_bias")
     try:
         return Config(
-            **{name: _integer(raw, name, default) for name, default in sizes.items()},
-            rms_norm_eps=float(raw["rms_norm_eps"]),
+            **sizes,
+            rms_norm_eps=float(_number(raw, "rms_norm_eps")),
             rope_theta=theta,
             rope_scaling=scaling,
-            tie_word_embeddings=bool(raw["tie_word_embeddings"]),
+            tie_word_embeddings=_switch(raw, "tie_word_embeddings"),
             qk_norm=family in ("qwen3", "minimind"),
             qkv_bias=family == "qwen2" or bias,
             output_bias=bias,
-            windows=_windows(raw, layers),
+            windows=_windows(raw, sizes["num_hidden_layers"]),
         )
     except ValueError as error:
         raise UserError(f"config.json: {error}") from error
@@ -167,23 +174,41 @@ def _refuse(raw: Mapping[str, Any], key: str, only: Any) -> None:
         raise UserError(f"config.json: {key} {value!r} is not supported ({hint})")
 
 
-def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _integer(raw: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
     value = raw.get(key)
     value = default if value is None else value
     if value is None:
         raise UserError(f"config.json: {key} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"config.json: {key} must be a positive integer, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        kind = "a positive integer" if least == 1 else f"an integer of {least} or more"
+        raise UserError(f"config.json: {key} must be {kind}, not {shorten(value)}")
     return value
 
 
+def _number(raw: Mapping[str, Any], key: str) -> Any:
+    value = raw[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise UserError(f"config.json: {key} must be a positive number, not {shorten(value)}")
+    return value
+
+
+def _switch(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value not in (None, False, True):
+        raise UserError(f"config.json: {key} must be true or false, not {shorten(value)}")
+    return bool(value)
+
+
 def _rope(raw: Mapping[str, Any]) -> tuple[float, nn.Llama3Scaling | None]:
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(key) or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"config.json: {key} must be an object, not {shorten(rope)}")
     if any(isinstance(value, dict) for value in rope.values()):
         raise UserError("config.json: RoPE parameters that differ by layer type are not supported")
     _refuse(rope, "partial_rotary_factor", 1.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = float(rope.get("rope_theta", raw["rope_theta"]))
+    theta = float(_number({"rope_theta": raw["rope_theta"], **rope}, "rope_theta"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
@@ -192,7 +217,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, nn.Llama3Scaling | None]:
     fields = [field.name for field in dataclasses.fields(nn.Llama3Scaling)]
     if missing := [field for field in fields if rope.get(field) is None]:
         raise UserError(f"config.json: llama3 RoPE scaling lacks {', '.join(missing)}")
-    return theta, nn.Llama3Scaling(**{field: rope[field] for field in fields})
+    return theta, nn.Llama3Scaling(**{field: _number(rope, field) for field in fields})
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...] | None:
@@ -201,11 +226,13 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...] | No
         return None if size is None else (_integer(raw, "sliding_window"),) * layers
     if family not in ("qwen2", "qwen3"):
         return None
-    used = bool(raw.get("use_sliding_window")) and size is not None
+    used = _switch(raw, "use_sliding_window") and size is not None
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = raw.get("max_window_layers", 28) if used else layers
+        first = _integer(raw, "max_window_layers", 28, least=0) if used else layers
         kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise UserError(f"config.json: layer_types must be a list of names, not {shorten(kinds)}")
     if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
         raise UserError(f"config.json: layer type {unknown[0]!r} is not supported (full_attention, sliding_attention)")
     if "sliding_attention" not in kinds:
@@ -302,7 +329,7 @@ def load(
     mapped = path.is_dir()  # safetensors' tensors lie in the file itself; dequantised ones are new
     tensors: Iterable[tuple[str, Tensor]]
     if mapped:
-        raw, tensors = _read_json(path / "config.json"), _read_safetensors(path)
+        raw, tensors = read_json(path / "config.json"), _read_safetensors(path)
     else:
         raw, tensors = gguf.read(path)
     try:
@@ -314,15 +341,16 @@ def load(
     return dataclasses.replace(config, dropout=dropout), params
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `UserError`, with the file's path, where there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file}: can't be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file}: expected a JSON object")
+        raise UserError(f"{file}: expected a JSON object, not {shorten(content)}")
     return content
 
 
@@ -343,9 +371,11 @@ def _weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index}: no weight_map")
+        if odd := [name for name in weight_map.values() if not isinstance(name, str)]:
+            raise UserError(f"{index}: weight_map must give names of files, not {shorten(odd[0])}")
         names = sorted(set(weight_map.values()))
         if missing := [name for name in names if Path(name).name != name or not (folder / name).is_file()]:
             raise UserError(f"files named in {index.name} are missing: {', '.join(missing)}")

@@ -1,11 +1,12 @@
 """Chats as token ids: prompts to sample from, and conversations whose assistant turns are labelled."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from fncore.errors import UserError
+from fncore.models.hf import read_json
+from fncore.text.jsonl import shorten
 
 Messages = list[dict[str, str]]
 
@@ -41,7 +42,15 @@ def encode_conversation(tokenizer: Any, messages: Messages, *, stops: Collection
 def _render(tokenizer: Any, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
     if not tokenizer.chat_template:
         raise UserError(f"the tokenizer of {tokenizer.name_or_path} has no chat template")
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+    except Exception as error:  # a template is a program, and refuses as its author liked
+        roles = [message["role"] for message in messages]
+        hint = "; leave out --system if the template has no system role" if "system" in roles else ""
+        raise UserError(
+            f"the chat template of {tokenizer.name_or_path} refuses the roles {', '.join(roles) or 'of an empty chat'} "
+            f"({' '.join(str(error).split())[:300] or type(error).__name__}){hint}"
+        ) from error
 
 
 def stop_tokens(tokenizer: Any, model: str) -> frozenset[int]:
@@ -49,8 +58,11 @@ def stop_tokens(tokenizer: Any, model: str) -> frozenset[int]:
     stops = {tokenizer.eos_token_id} - {None}
     path = Path(model) / "generation_config.json"
     if path.is_file():
-        listed = json.loads(path.read_text()).get("eos_token_id")
-        stops |= set(listed if isinstance(listed, list) else [listed]) - {None}
+        listed = read_json(path).get("eos_token_id")
+        ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
+        if not all(type(token) is int for token in ids):
+            raise UserError(f"{path}: eos_token_id must be the id of a token or a list of them, not {shorten(listed)}")
+        stops |= set(ids)
     if not stops:
         raise UserError(f"{model}: neither its tokenizer nor its generation config names an end-of-sequence token")
     return frozenset(stops)

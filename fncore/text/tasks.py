@@ -8,6 +8,7 @@ run, whatever its seed or method, trains on a problem that another one is measur
 import dataclasses
 import difflib
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -235,14 +236,18 @@ def _answer(key: str, record: dict[str, Any], where: str) -> str:
         return ""
     value = record.get(name)
     parts = value if isinstance(value, list) and value else [value]
-    if not all(isinstance(part, str | int | float) and not isinstance(part, bool) for part in parts):
-        bad(where, f'"{name}"', value, "text, a number or a list of them")
+    if not all((isinstance(part, str | int) and not isinstance(part, bool)) or _is_finite(part) for part in parts):
+        bad(where, f'"{name}"', value, "text, a finite number or a list of them")
     answer = text(", ".join(str(part) for part in parts), where=where, what=f'"{name}"')
     if key == "question":
         answer = answer.rpartition("####")[2]
     if not answer.strip():
         bad(where, f'"{name}"', value, "an answer that isn't blank")
     return answer.strip()
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _option(task: str, option: str, value: object, default: object) -> object:

@@ -1,9 +1,12 @@
 """What the ranks of the pool run. Results are plain data: they travel through queues."""
 
 import hashlib
+import importlib
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -15,6 +18,7 @@ from fncore.models import decoder
 from fncore.policy import Policy
 from fncore.step import TrainState, apply_gradients, gradients
 from fncore.text import bpe
+from fncore.text.demonstrations import Demonstrations
 from fncore.text.tasks import Example
 from launch import grpo
 from tests.gloo.pool import Collectives
@@ -61,6 +65,9 @@ def train(
 class Quiz:
     """Sums whose questions differ in length, as a task without an import."""
 
+    def heldout(self, number: int) -> list[Example]:
+        return []
+
     def train(self, position: int) -> Example:
         a, b = position * 7 % 23, position * 13 % 101
         return Example(position, [{"role": "user", "content": f"{a}+{b}"}], str(a + b))
@@ -74,6 +81,12 @@ class HashScorer:
     def score(self, samples: list[Sample]) -> list[dict[str, float]]:
         digest = lambda sample: hashlib.blake2b(repr((sample.index, sample.completion)).encode()).digest()
         return [{"task": float(digest(sample)[0] % 3)} for sample in samples]
+
+    def failures(self) -> list[str]:
+        return []
+
+    def provenance(self) -> list[dict[str, Any]]:
+        return []
 
 
 def launch(world: World, model: str = "tied", steps: int = 3, **settings: Any) -> dict[str, Any]:
@@ -139,4 +152,36 @@ def differing(world: World) -> str:
         world.assert_replicated(params)
     except ReplicasDiffer as error:
         return str(error)
+    return ""
+
+
+def failing(world: World) -> int:
+    """What launch/grpo.py counts where rank r had r failures."""
+    scorer: Any = SimpleNamespace(failures=lambda: ["a failure"] * world.rank)
+    return grpo.failures(scorer, world, 1)
+
+
+def astray(world: World, script: str, part: str, out: str) -> str:
+    """What a script says after one step in which the last rank's update of `part` went its own way."""
+    from fncore.distributed import ReplicasDiffer
+
+    module = importlib.import_module(f"launch.{script}")
+    apply = module.apply_gradients
+
+    def applied(*args: Any, **kwargs: Any) -> tuple[TrainState, torch.Tensor]:
+        state, norm = apply(*args, **kwargs)
+        if world.rank == world.size - 1:
+            changed = state.params if part == "params" else state.opt_state.square
+            tree.leaves(changed)[-1].view(-1)[-1] += 1.0
+        return state, norm
+
+    config = module.Config(steps=1, eval_every=0, warmup_steps=0, out=str(Path(out)), device="cpu")
+    chat = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
+    size = {"prompts_per_step": 2, "group_size": 2} if script == "grpo" else {"examples_per_step": 2}
+    task: list[Any] = [Quiz(), HashScorer()] if script == "grpo" else [Demonstrations(lambda position: chat, []), None]
+    with patch.object(module, "apply_gradients", applied):
+        try:
+            module.train(replace(config, **size), world, *task)
+        except ReplicasDiffer as error:
+            return str(error)
     return ""

@@ -62,6 +62,8 @@ OPTIONS = {
     "small microbatches": dict(tokens_per_microbatch=30),
     "fewer prompts than ranks": dict(prompts_per_step=2),
     "other bounds": dict(clip_low=0.01, clip_high=0.02, updates_per_rollout=2),
+    "weight decay": dict(weight_decay=0.1),
+    "clipped gradients": dict(clip_grad=0.02),
     "k2": dict(kl_estimator="k2", updates_per_rollout=2, kl_coef=1.0),
 }
 
@@ -81,6 +83,11 @@ def test_every_option_on_ranks_and_its_effect(pool, name):
         neutral = {}
     without = pool.run(jobs.launch, 1, **base, **neutral)[0]
     assert changed(without, alone) == (name not in ("small microbatches", "fewer prompts than ranks"))
+
+
+def test_bounds_on_gradients_that_are_never_reached(pool):
+    without, bounded = (pool.run(jobs.launch, 1, clip_grad=bound)[0] for bound in (float("inf"), 1e9))
+    assert without["prints"] == bounded["prints"]
 
 
 def test_measuring_changes_nothing(pool):
@@ -146,6 +153,18 @@ def test_a_differing_replica_is_named(pool):
             assert "leaf b.c" in message
             assert "rank" in message
     assert pool.run(jobs.differing, 3)[0].startswith("replicas differ: leaf b.c of rank 2 ")
+
+
+@pytest.mark.parametrize("part", ["params", "opt_state"])
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+def test_the_scripts_notice_a_differing_replica(pool, tmp_path, script, part):
+    """One rank's update goes astray, in the parameters or in the optimizer's moments."""
+    for rank, message in enumerate(pool.run(jobs.astray, 2, script, part, str(tmp_path / "run"))):
+        assert f"replicas differ: leaf {part}." in message, rank
+
+
+def test_failures_of_rewards_are_added_over_ranks(pool):
+    assert pool.run(jobs.failing, 3) == [3, 3, 3]
 
 
 def test_half_precision_is_added_in_float32(pool):

@@ -84,10 +84,10 @@ def place(tmp_path_factory):
         yield folder
 
 
-def save_model(folder, shape, *, positions=64):
+def save_model(folder, shape, *, positions=64, vocab_size=None):
     """A random decoder with a byte tokenizer, for which any of some letters ends a reply."""
     tokenizer = bpe.train(["1 + 2 =", "3"], vocab_size=262)
-    shape = replace(shape, vocab_size=len(tokenizer), max_position_embeddings=positions, dropout=0.0)
+    shape = replace(shape, vocab_size=vocab_size or len(tokenizer), max_position_embeddings=positions, dropout=0.0)
     params = problems.parameters(shape, 0, dtype=torch.float32, scale=4.0)
     stops = frozenset({tokenizer.eos_token_id, *range(40, 80)})
     policy.save(folder, policy.Policy(shape, params, tokenizer, stops), card="random")

@@ -55,6 +55,7 @@ BAD_FILES = {
     "text for an object": ('{"task_config": "terms"}', ["task_config", "'terms'"]),
     "text among weights": ('{"reward_weights": [1, "two"]}', ["reward_weights", "two"]),
     "not JSON": ('{"steps": 4', ["not JSON"]),
+    "deep nesting": ("[" * 100_000, ["not JSON"]),
     "a list": ("[1, 2]", ["an object of settings", "list"]),
 }
 
@@ -70,6 +71,12 @@ def test_a_bad_file_is_one_sentence(name, tmp_path, capsys):
         assert word in str(error.value)
     assert "\n" not in str(error.value)
     assert capsys.readouterr() == ("", "")
+
+
+def test_deep_nesting_in_a_flag_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.parse(grpo.Config, ["--task-config", "[" * 100_000])
+    assert error.value.code == 2
 
 
 def test_a_file_that_is_not_there(tmp_path):

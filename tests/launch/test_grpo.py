@@ -13,7 +13,7 @@ from tests.launch.conftest import ROOT, Folder, command, logits
 KEYS = {
     "step", "loss", "reward/mean", "reward/std", "eval/accuracy", "log_ratio/max_abs", "clip_fraction", "kl/ref",
     "entropy", "grad_norm", "lr", "completion/mean_length", "completion/truncated", "tokens_per_second",
-    "seconds/rollout", "seconds/train", "replicas/equal",
+    "seconds/rollout", "seconds/train", "replicas/equal", "reward/errors",
 }  # fmt: skip
 STEPS, EVERY = 4, 3
 
@@ -121,10 +121,14 @@ def test_a_failing_reward_ends_the_run(launch, fast, tmp_path, function, says):
     assert not (tmp_path / "run/model").exists()
 
 
-def test_a_failing_reward_may_count_a_default(launch, fast):
+def test_a_failing_reward_may_count_a_default(launch, fast, capfd):
     settings = {**fast, "reward": ("my_rewards:raising", "my_rewards:varied"), "reward_on_error": 0.25}
     run = launch("grpo", **settings)
     assert run.column("reward/my_rewards:raising") == [0.25] * 3
+    assert [line["reward/errors"] for line in run.lines()] == [0, 16, 16, 16]
+    told = [line for line in capfd.readouterr().err.splitlines() if "my_rewards:raising" in line]
+    assert [line.split(": ")[0] for line in told] == [f"step {step}, rank 0" for step in (1, 2, 3)]
+    assert all("raised KeyError: 'no such thing'; prompt" in line for line in told)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(launch, fast, tmp_path):

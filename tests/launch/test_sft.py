@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.launch.conftest import logits
+from tests.launch.conftest import largest_difference, logits
 
 TASK = dict(steps=8, examples_per_step=32, lr=5e-4, warmup_steps=0, eval_size=40)
 
@@ -58,3 +58,11 @@ def test_dtypes(launch, place, dtype):
     expected = torch.float64 if dtype == "float64" else torch.float32
     assert {leaf.dtype for leaf in run.weights().values()} == {expected}
     assert all(norm > 0 for norm in run.column("grad_norm"))
+
+
+@pytest.mark.parametrize("option", [{"weight_decay": 0.5}, {"clip_grad": 0.01}])
+def test_an_option_has_an_effect(launch, place, option):
+    settings = dict(model=str(place / "tied"), data=str(place / "chats.jsonl"), steps=3, examples_per_step=4)
+    settings |= dict(warmup_steps=0, weight_decay=0.0, clip_grad=float("inf"), eval_every=0)
+    without, with_it = launch("sft", **settings), launch("sft", **{**settings, **option})
+    assert largest_difference(with_it.weights(), without.weights()) > 1e-5

@@ -228,6 +228,20 @@ def test_older_configs_say_which_layers_slide_by_their_number():
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "32"}, "hidden_size must be a positive integer"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
+        ({"model_type": ["llama"]}, "model_type .'llama'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a positive number, not None"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a positive number, not 'x'"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number, not 1000"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta must be a positive number"),
+        ({"rope_parameters": [1]}, r"rope_parameters must be an object, not \[1\]"),
+        ({"rope_scaling": "x"}, "rope_scaling must be an object, not 'x'"),
+        ({"rope_scaling": {**LLAMA3, "factor": "x"}}, "factor must be a positive number, not 'x'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
+        ({"model_type": "qwen3", "layer_types": 5}, "layer_types must be a list of names, not 5"),
+        ({"model_type": "qwen3", "layer_types": [["x"]]}, "layer_types must be a list of names"),
+        ({"model_type": "qwen3", **SLIDING, "max_window_layers": "x"}, "max_window_layers must be an integer of 0 or"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings 1000000000000 .*16777216 at most"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers 1000000000000 .*4096 at most"),
     ],
 )
 def test_a_config_that_the_decoder_cannot_compute_is_refused(changes, message):
@@ -303,6 +317,13 @@ def test_sharded_weights_are_read_and_a_lost_shard_is_named(tmp_path, tokens):
         hf.load(tmp_path)
 
 
+def test_an_index_that_names_no_file_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": 5}}')
+    with pytest.raises(UserError, match=r"index\.json: weight_map must give names of files, not 5"):
+        hf.load(folder)
+
+
 def test_pickled_weights_are_not_read(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="only pickled weights"):
@@ -318,6 +339,9 @@ def test_unreadable_models_give_one_clear_error(folder, tmp_path, monkeypatch):
         hf.load(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="not JSON"):
+        hf.load(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"config\.json: not JSON"):
         hf.load(folder)
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match="can't be read"):

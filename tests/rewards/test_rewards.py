@@ -11,11 +11,11 @@ import time
 import pytest
 import torch
 
-from algorithms.rewards.scorer import RewardError, Sample, Scorer, combine
+from algorithms.rewards.scorer import RewardError, Sample, Scorer, combine, grade
 from algorithms.rewards.shaping import overlong_penalty
-from algorithms.rewards.verifiers import RefusedCode, extract_answer, judging, verifier
+from algorithms.rewards.verifiers import RefusedCode, _has_nan, extract_answer, judging, verifier
 from fncore.errors import UserError
-from fncore.text.tasks import load_task
+from fncore.text.tasks import Example, load_task
 
 FILE = {"kind": "jsonl", "path": "unused.jsonl"}
 PROMPT = [{"role": "user", "content": "6 * 7?"}]
@@ -128,6 +128,19 @@ def test_chain_sum_verifier():
             assert score(example.prompt, completion, example.answer, example.index) == expected
 
 
+@pytest.mark.parametrize("reply", ["nan", "NaN", "-nan", "nanj", "nan+nani", "n an", "3 - nan i", "(nan)"])
+def test_not_a_number_is_no_answer(reply):
+    example = (task := load_task("complex_arithmetic", config={}, seed=0)).train(0)
+    score = verifier("task", task.spec())
+    assert score(example.prompt, example.answer, example.answer, example.index) == 1
+    for completion in (reply, f"<answer>{reply}</answer>"):
+        assert score(example.prompt, completion, example.answer, example.index) == 0
+
+
+def test_not_a_number_is_found_in_numbers_alone():
+    assert not any(map(_has_nan, ["banana", "in an hour", "finance", "1n", "Nantes"]))
+
+
 @pytest.mark.parametrize(
     ("name", "completion"),
     [
@@ -227,6 +240,10 @@ def test_a_failing_function_stops_the_run_or_gets_the_score_for_errors(functions
     with Scorer(rewards, weights=[1, 1], task_spec=FILE, timeout=0.5, on_error=-2.0) as scorer:
         assert scorer.score([sample("bad")]) == [{reward: -2.0, "my_rewards:length": 3.0}]
         assert scorer.errors == 1
+        (failure,) = scorer.failures()
+        for part in (reward, problem, "6 * 7?", "'bad'"):
+            assert part in failure
+        assert scorer.failures() == []
     with Scorer(rewards, weights=[1, 1], task_spec=FILE, timeout=0.5) as scorer, pytest.raises(RewardError) as caught:
         scorer.score([sample("bad")])
     for part in (reward, problem, "6 * 7?", "'bad'"):
@@ -255,6 +272,12 @@ def test_a_hostile_completion_scores_zero_and_is_counted():
         hostile = ["__import__('os').system('exit')", "$1000000000!$", "(9**99)**(9999)**9", "42"]
         assert [scores["math"] for scores in scorer.score([sample(text) for text in hostile])] == [0, 0, 0, 1]
         assert scorer.errors == 2
+        assert [failure.split()[1] for failure in scorer.failures()] == ["'math'"] * 2
+
+
+def test_a_grade_is_the_first_reward(functions):
+    with Scorer(["my_rewards:length", "my_rewards:echo"], weights=[0, 1], task_spec=FILE) as scorer:
+        assert grade(scorer, [Example(0, PROMPT, "42"), Example(1, PROMPT, "42")], ["four", "2"]) == [4.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 
@@ -146,6 +147,8 @@ def test_a_file_of_held_out_problems_alone_is_an_error(write):
         ({"prompt": "a", "answer": None}, '"answer" is None'),
         ({"prompt": "a", "answer": True}, "True"),
         ({"prompt": "a", "answer": {}}, "{}"),
+        ({"prompt": "a", "answer": math.nan}, "nan"),
+        ({"prompt": "a", "answer": [1.5, -math.inf]}, "-inf"),
         ({"question": "a", "answer": "so ####  "}, "so ####"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "'b'"),
         ({"messages": "a"}, "'a'"),
