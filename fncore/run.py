@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import math
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
@@ -65,6 +67,12 @@ def _writing(folder: str | Path | None) -> Iterator[None]:
         raise UserError(f"--out {folder}: can't be written ({reason})") from error
 
 
+def versions() -> dict[str, str]:
+    """Of Python and of what the numbers depend on."""
+    names = ("fncore", "torch", "transformers", "tokenizers", "reasoning-gym", "math-verify")
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
+
+
 class Run:
     """Rank 0 writes and shows; on the other ranks (`active=False`) every method does nothing.
 
@@ -82,10 +90,10 @@ class Run:
         require_free(folder)
         with _writing(folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({**dataclasses.asdict(config), "out": folder}, indent=2)
+            text = json.dumps(dataclasses.asdict(config), indent=2)
             (self.folder / "config.json").write_text(text + "\n")
-            if provenance:
-                (self.folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+            facts = json.dumps({**(provenance or {}), "versions": versions()}, indent=2)
+            (self.folder / "provenance.json").write_text(facts + "\n")
         self.console = Console()
         self.progress = Progress(
             TextColumn("step"),

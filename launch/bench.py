@@ -59,8 +59,8 @@ class Config:
     lr: float = 1e-6
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of computation; parameters are float32 on both sides."""
-    trl_batch: int | None = None
-    """Completions in one forward and backward pass of TRL. Default: all of a step's."""
+    trl_batch: int = 8
+    """Completions in one forward and backward pass of TRL; 8 is its own default. All of a step's at once is faster."""
     trl_gradient_checkpointing: bool = True
     """TRL's own default, which spares memory; ours keeps its activations."""
     device: str = "auto"
@@ -146,14 +146,13 @@ def run_trl(
 
     steps, rows = config.steps + 1, config.prompts_per_step * config.group_size
     examples = [task.train(position) for position in range(steps * config.prompts_per_step)]
-    batch = config.trl_batch or rows
-    if rows % batch:
-        raise UserError(f"--trl-batch {batch}: must divide the {rows} completions of a step")
+    if rows % config.trl_batch:
+        raise UserError(f"--trl-batch {config.trl_batch}: must divide the {rows} completions of a step")
     settings = GRPOConfig(
         output_dir=str(folder / "out"),
         max_steps=steps,
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=rows // batch,
+        per_device_train_batch_size=config.trl_batch,
+        gradient_accumulation_steps=rows // config.trl_batch,
         num_generations=config.group_size,
         max_completion_length=config.max_new_tokens,
         generation_kwargs={"min_new_tokens": config.max_new_tokens},
@@ -195,7 +194,7 @@ def clock(device: torch.device) -> float:
 
 
 def compare(config: Config) -> None:
-    cli.require(config, 1, "steps", "prompts_per_step", "max_new_tokens")
+    cli.require(config, 1, "steps", "prompts_per_step", "max_new_tokens", "trl_batch")
     cli.require(config, 2, "group_size")
     if missing := [name for name in ("trl", "datasets", "accelerate") if find_spec(name) is None]:
         raise UserError(f'the benchmark needs {", ".join(missing)}: pip install -e ".[bench]"')

@@ -80,35 +80,45 @@ class Config:
     system: str | None = None
     """A system message before each prompt."""
     variant: str = "grpo"
-    """One of grpo, dr_grpo, dapo, gspo, gspo_token, cispo, rloo, reinforce_pp, sapo."""
+    """A row of the table in algorithms/grpo.py: grpo, dr_grpo, dapo, gspo, cispo, rloo, ... or one of yours."""
     steps: int = 60
+    """Rollouts, each with its updates."""
     prompts_per_step: int = 32
+    """Over all ranks."""
     group_size: int = 8
     """Completions of each prompt."""
     max_new_tokens: int = 8
     """Tokens of a completion at most, its end token included."""
     temperature: float = 1.0
-    """For sampling and for scoring alike. Training always samples from the full distribution."""
+    """For sampling and for scoring alike. Training samples without top-k or top-p."""
 
     lr: float = 5e-4
+    """Peak learning rate of AdamW. The default suits the packaged model; a real one wants about 1e-5."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Of the learning rate; wsd is warm up, stay, and decay over the last tenth."""
     warmup_steps: int = 0
+    """Updates through which the learning rate rises."""
     weight_decay: float = 0.0
+    """Decoupled, on matrices other than the embedding."""
     clip_grad: float = 1.0
-    """Largest global norm of a gradient."""
+    """Largest global norm of a gradient; inf for no clipping."""
     updates_per_rollout: int = 1
     """Optimizer updates on each batch of rollouts; each sees the whole batch."""
     tokens_per_microbatch: int = 16384
+    """Of a rank's forward and backward pass, padding counted: a limit on memory that changes no result."""
 
     clip_low: float | None = None
-    """Lower clip width of the variant's objective. Default: the variant's own; so for the upper one."""
+    """Lower bound of the variant's objective, as a distance from 1. Default: the variant's own."""
     clip_high: float | None = None
+    """Upper bound of the variant's objective: a distance from 1, for cispo the largest ratio. Default: its own."""
     kl_coef: float = 0.0
     """Weight of the KL to the starting model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the KL in the loss; its gradient is that of the reverse KL for k2, of the forward KL for k3, 0 for k1."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """Where the KL counts; in the reward it is always k1, summed over the completion."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
     truncated: Literal["keep", "mask", "punish"] = "keep"
     """Completions that reach the limit: trained on as they are, left out, or softly punished as they come near it."""
     overlong_buffer: int = 4
@@ -129,9 +139,9 @@ class Config:
     """What a completion scores whose reward fails. Default: the run ends with a message."""
 
     dropout: float = 0.0
-    """Has an effect with --no-rollout-eval-mode alone."""
+    """Rate of dropout. Ignored unless --no-rollout-eval-mode."""
     rollout_eval_mode: bool = True
-    """Dropout off while completions are sampled and scored."""
+    """Dropout off while completions are sampled and scored, so that the ratio is 1 before any update."""
     debug_log_ratio: bool = False
     """Print max and mean |new - old| log-probability on the first minibatch of each step."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -139,7 +149,9 @@ class Config:
     compile: bool = False
     """Compile the decoder's block (needs a C++ compiler on CPU)."""
     device: str = "auto"
+    """auto, cpu or cuda; auto is cuda where there is any."""
     seed: int = 0
+    """Of prompts, completions and dropout; the number of ranks plays no part."""
 
     out: str | None = None
     """Run folder, new or empty. Default: runs/grpo-DATE-TIME."""
@@ -150,8 +162,8 @@ class Config:
     check_replicas_every: int = 10
     """Steps between comparisons of all ranks' parameters and optimizer state. 0: none."""
     measure_every: int = 1
-    """Steps between measurements that training does without: the ratio where a rollout has one update, and the KL where
-    --kl-coef is 0. They take two forward passes. 0: at the first step alone."""
+    """Steps between logs of kl/ref and log_ratio/* where training does not need them (--kl-coef 0, one update a
+    rollout); each costs two forward passes. 0: at step 1 alone."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Read defaults from a JSON file, such as the config.json of a run."""
 
@@ -336,7 +348,7 @@ def train(config: Config, world: World, task: Task, scorer: Scorer) -> None:
         updates = config.steps * config.updates_per_rollout
         schedule = optim.named_schedule(config.schedule, config.lr, total=updates, warm=config.warmup_steps)
     setup, state = prepare(config, world, task, scorer, loaded, schedule)
-    facts = {"rewards": scorer.provenance(), "ranks": world.size, "torch": torch.__version__}
+    facts = {"rewards": scorer.provenance(), "ranks": world.size, "device": str(world.device)}
     opened = Run(
         config.out or default_folder("grpo"), config, total=config.steps, active=world.rank == 0, provenance=facts
     )
@@ -363,7 +375,7 @@ def train(config: Config, world: World, task: Task, scorer: Scorer) -> None:
                     f"max {record['log_ratio/max_abs']:.3g}, mean {record['log_ratio/mean_abs']:.3g}"
                 )
         require_finite_parameters(state.params)
-        run.save_model(loaded._replace(params=state.params), card=card(config, measured))
+        run.save_model(loaded._replace(params=state.params), card=card(config, measured, len(heldout)))
         run.finish()
 
 
@@ -418,14 +430,14 @@ def sample_records(rollouts: list[Group], step: int) -> list[dict[str, Any]]:
     ]
 
 
-def card(config: Config, measured: dict[int, float | None]) -> str:
+def card(config: Config, measured: dict[int, float | None], problems: int) -> str:
     """The model card's text."""
     scores = "".join(f"- step {step}: {value:.3f}\n" for step, value in measured.items() if value is not None)
     return (
         f"Trained from `{config.model}` by fncore's `launch/grpo.py`: variant `{config.variant}`, task "
         f"`{config.task}`, {config.steps} steps of {config.prompts_per_step} prompts with "
         f"{config.group_size} completions each, seed {config.seed}.\n\n"
-        f"Held-out accuracy (greedy, {config.eval_size} problems):\n\n{scores or 'not measured'}\n"
+        f"Held-out accuracy (greedy, {problems} problems):\n\n{scores or 'not measured'}\n"
     )
 
 

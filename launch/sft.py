@@ -56,6 +56,7 @@ class Config:
 
     steps: int = 200
     examples_per_step: int = 64
+    """Over all ranks."""
     max_length: int = 512
     """Tokens of a conversation at most; a longer one is an error."""
     lr: float = 1e-3
@@ -78,7 +79,9 @@ class Config:
     compile: bool = False
     """Compile the decoder's block (needs a C++ compiler on CPU)."""
     device: str = "auto"
+    """auto, cpu or cuda; auto is cuda where there is any."""
     seed: int = 0
+    """Of examples, dropout and a new model; the number of ranks plays no part."""
 
     out: str | None = None
     """Run folder, new or empty. Default: runs/sft-DATE-TIME."""
@@ -184,7 +187,13 @@ def train(config: Config, world: World, data: Demonstrations, quiz: Quiz | None)
     heldout = collate(list(enumerate(data.heldout)), loaded, config, world.device) if data.heldout else None
     key = random.fold_in(random.key(config.seed, device=world.device), "dropout")
 
-    with Run(config.out or default_folder("sft"), config, total=config.steps, active=world.rank == 0) as run:
+    with Run(
+        config.out or default_folder("sft"),
+        config,
+        total=config.steps,
+        active=world.rank == 0,
+        provenance={"ranks": world.size, "device": str(world.device)},
+    ) as run:
         run.log({"step": 0, **evaluate(config, world, loss, engine, state, heldout, quiz)}, show=SHOWN)
         for step in range(1, config.steps + 1):
             start, lr = time.perf_counter(), schedule(int(state.opt_state.step))

@@ -289,4 +289,4 @@ def _hash(value: str) -> int:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f", did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f", did you mean {' or '.join(map(repr, near))}" if near else ""

@@ -60,7 +60,9 @@ def test_partition_into_ranks(algorithm, data):
     state = TrainState(p.params, None, p.buffers)
     parts = []
     collected: list[list] = [[] for _ in shards]
-    for record in (True, False):  # first what every rank contributes, then with the sums
+    # Ranks are simulated one after the other, so a reduction is played twice: first every rank's contributions are
+    # collected, in the order in which a step reduces them, then each rank gets their sums in that order.
+    for record in (True, False):
         for rank, shard in enumerate(shards):
             turn = iter(range(2))
 
