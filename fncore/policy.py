@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fncore.errors import UserError
+from fncore.errors import UserError, shorten
 from fncore.models import decoder, hf, locate
 from fncore.text.chat import Messages, encode_prompt, stop_tokens
-from fncore.text.jsonl import shorten
 from fncore.text.tokenizer import load_tokenizer
 
 

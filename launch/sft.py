@@ -20,7 +20,7 @@ from algorithms.weights import Counts, count, token_mean
 from fncore import cli, optim, policy, random
 from fncore.batch import Batch, pad, split, take
 from fncore.distributed import World, open_world
-from fncore.errors import UserError
+from fncore.errors import UserError, shorten
 from fncore.evaluation import accuracy
 from fncore.models import decoder
 from fncore.run import Run, default_folder, due, require_finite, require_finite_parameters, require_free
@@ -30,7 +30,6 @@ from fncore.step import TrainState, apply_gradients, gradients
 from fncore.text import bpe
 from fncore.text.chat import Messages, encode_conversation
 from fncore.text.demonstrations import Demonstrations, from_file, from_task
-from fncore.text.jsonl import shorten
 from fncore.text.tasks import Example, load_task
 
 SHOWN = ["nats_per_token", "eval/nats_per_token", "eval/accuracy", "grad_norm", "tokens_per_second"]

@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from algorithms.rewards.verifiers import BUILTIN
-from fncore.errors import UserError
-from fncore.text.jsonl import shorten
+from fncore.errors import UserError, shorten
 from fncore.text.tasks import Example
 
 Scores = dict[str, float]

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from fncore import nn, tree
-from fncore.errors import UserError
+from fncore.errors import UserError, shorten
 from fncore.folder import whole
 from fncore.models import gguf
 from fncore.models.decoder import Config, Params, map_shapes
-from fncore.text.jsonl import shorten
 
 # What each family's config class assumes where config.json is silent; None: follows from the other sizes.
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -4,9 +4,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from fncore.errors import UserError
+from fncore.errors import UserError, shorten
 from fncore.models.hf import read_json
-from fncore.text.jsonl import shorten
 
 Messages = list[dict[str, str]]
 

@@ -5,17 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fncore.errors import UserError
+from fncore.errors import UserError, has_surrogate, shorten
 
 ROLES = ("system", "user", "assistant", "tool")
 _OPTIONAL = ("reasoning_content", "tools", "tool_calls")
-
-
-def shorten(value: object, limit: int = 80) -> str:
-    """`repr(value)` in at most `limit` characters, cut in the middle, safe to print on any terminal."""
-    text = ascii(value) if _has_surrogate(repr(value)) else repr(value)
-    half = (limit - 3) // 2
-    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -100,7 +93,7 @@ def text(value: object, *, where: str, what: str) -> str:
     """
     if not isinstance(value, str):
         bad(where, what, value, "a string")
-    if _has_surrogate(value):
+    if has_surrogate(value):
         bad(where, what, value, "text without unpaired surrogates")
     return value
 
@@ -127,7 +120,3 @@ def _record(raw: bytes, where: str) -> dict[str, Any]:
 def _is_reply(message: dict[str, Any]) -> bool:
     filled = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
     return message["role"] == "assistant" and bool(filled)
-
-
-def _has_surrogate(value: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in value) if not value.isascii() else False

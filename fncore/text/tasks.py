@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from fncore.errors import UserError
-from fncore.text.jsonl import bad, messages, read_jsonl, shorten, text
+from fncore.errors import UserError, shorten
+from fncore.text.jsonl import bad, messages, read_jsonl, text
 
 Message = dict[str, str]
 

@@ -88,6 +88,7 @@ def test_an_interrupt_is_one_line(fast, tmp_path):
     running = subprocess.Popen(
         [sys.executable, str(ROOT / "launch/grpo.py"), "--config", str(settings)],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job ignores it
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 60

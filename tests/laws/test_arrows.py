@@ -30,7 +30,7 @@ ALLOWED = {
     "sampling": f"{CORE} models sampling text.chat",
     "policy": "errors models text",
     "evaluation": f"{CORE} sampling text",
-    "run": "errors policy",
+    "run": "errors policy tree",
     "checkpoint": f"{CORE} folder step",
 }
 ALGORITHMS = f"{CORE} text"  # they know no model, no rank and no config file

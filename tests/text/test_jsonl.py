@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from fncore.errors import UserError
-from fncore.text.jsonl import conversations, read_jsonl, shorten
+from fncore.errors import UserError, shorten
+from fncore.text.jsonl import conversations, read_jsonl
 
 USER = {"role": "user", "content": "3 + 4?"}
 REPLY = {"role": "assistant", "content": "7"}
