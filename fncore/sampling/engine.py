@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fncore.errors import UserError
 from fncore.models import decoder
 from fncore.sampling.generate import Rollouts, generate
 from fncore.text import chat
@@ -32,11 +33,18 @@ class Engine:
         temperature: float,
         dropout_keys: Tensor | None = None,
     ) -> Rollouts:
-        """Sample a reply to each chat for each of its keys `[B, 2]`; the parameters are cast once for all of it."""
+        """Sample a reply to each chat for each of its keys `[B, 2]`; the parameters are cast once for all of it.
+
+        Raises `UserError` for a chat that leaves no room for a reply under the model's position limit.
+        """
+        ids = [chat.encode_prompt(self.tokenizer, messages) for messages in prompts]
+        longest, limit = max(map(len, ids), default=0), self.config.max_position_embeddings
+        if longest + self.max_new_tokens > limit:
+            raise UserError(f"a prompt of {longest} tokens and {self.max_new_tokens} new ones exceed {limit} positions")
         return generate(
             decoder.cast(params, self.dtype),
             self.buffers,
-            [chat.encode_prompt(self.tokenizer, messages) for messages in prompts],
+            ids,
             config=self.config,
             keys=keys,
             max_new_tokens=self.max_new_tokens,
