@@ -3,8 +3,7 @@
 Axes: B rows, T tokens, N scored tokens, V vocabulary, D width.
 """
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,8 @@ Forward = Callable[
     ..., tuple[Tensor, Tensor]
 ]  # (params, buffers, batch, *, key) -> hidden [B, T, D], unembedding [V, D]
 
-LOGITS_PER_CHUNK = {"cpu": 1 << 21, "cuda": 1 << 24}  # 8 MiB in float32, which stays in a CPU's cache; 64 MiB
-CHUNKS_PER_PRODUCT = 8  # of the gradient of logits, in the compute dtype, before it is multiplied
+LOGITS_PER_PRODUCT = 1 << 25  # in the compute dtype: 64 MiB in bfloat16
+LOGITS_PER_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # of a product, in float32: 4 MiB, which stay in a CPU's cache
 
 
 class Scores(NamedTuple):
@@ -54,70 +53,70 @@ def score(
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """`log softmax(hidden weight^T / temperature)` at the targets, and the entropy of that distribution.
 
-    hidden `[N, D]`, weight `[V, D]`, targets `[N]`; both results `[N]`, in float32 at least. At most `chunk` rows of
-    logits exist at a time, in forward and in backward, which computes them again and holds the gradients of a few.
+    hidden `[N, D]`, weight `[V, D]`, targets `[N]`; both results `[N]`, in float32 at least. At most `rows` rows of
+    logits exist at a time, a part of them in float32, in forward and in backward, which computes them again.
     """
-    chunk = chunk or max(1, LOGITS_PER_CHUNK.get(weight.device.type, 1 << 24) // weight.shape[0])
-    logprobs, entropy, _ = _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk)
-    return logprobs, entropy
+    rows = rows or max(1, LOGITS_PER_PRODUCT // weight.shape[0])
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows)
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = F.linear(hidden, weight).to(nn.wide(hidden.dtype))
-    return logits if temperature == 1.0 else logits / temperature
+def _products(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int
+) -> Iterator[tuple[slice, Tensor, list[tuple[slice, Tensor, Tensor]]]]:
+    """Logits in the compute dtype, as many rows as are to exist at a time: their slice of N, the logits, and their
+    chunks, each with its own slice of N, its logits (a view) and its targets `[n, 1]`."""
+    chunk = max(1, LOGITS_PER_CHUNK.get(weight.device.type, 1 << 24) // weight.shape[0])
+    for start in range(0, max(len(targets), 1), rows):
+        part = slice(start, min(start + rows, len(targets)))
+        logits = F.linear(hidden[part], weight)
+        cuts = [slice(cut, min(cut + chunk, part.stop)) for cut in range(start, max(part.stop, start + 1), chunk)]
+        yield part, logits, [(cut, logits[cut.start - start : cut.stop - start], targets[cut, None]) for cut in cuts]
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.to(nn.wide(logits.dtype))
+    return (logits if temperature == 1.0 else logits / temperature).log_softmax(dim=-1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int):  # type: ignore[override]
+    def forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int):  # type: ignore[override]
         parts = []
-        for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            logits = _scaled_logits(h, weight, temperature)
-            total = logits.logsumexp(dim=-1)
-            logprobs = logits.gather(-1, y[:, None]).squeeze(-1) - total
-            entropy = total - ((logits - total[:, None]).exp() * logits).sum(dim=-1)
-            parts.append((logprobs, entropy, total))
+        for _, _, chunks in _products(hidden, weight, targets, rows):
+            for _, logits, y in chunks:
+                logprobs = _log_softmax(logits, temperature)
+                entropy = -torch.linalg.vecdot(logprobs.exp(), logprobs)
+                parts.append((logprobs.gather(-1, y).squeeze(-1), entropy))
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        hidden, weight, targets, ctx.temperature, ctx.chunk = inputs
-        _, entropy, total = output
-        ctx.save_for_backward(hidden, weight, targets, entropy, total)
-        ctx.mark_non_differentiable(total)
+        hidden, weight, targets, ctx.temperature, ctx.rows = inputs
+        ctx.save_for_backward(hidden, weight, targets, output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy, _):  # type: ignore[override]
-        hidden, weight, targets, entropy, total = ctx.saved_tensors
-
-        def grad_logits(start: int, end: int) -> Tensor:
-            rows = slice(start, end)
-            h, y = hidden[rows], targets[rows, None]
-            logprobs = _scaled_logits(h, weight, ctx.temperature) - total[rows, None]
-            slope = torch.zeros_like(total[rows, None])
-            if grad_logprobs is not None:  # d log p(y) / d logits = onehot(y) - p
-                slope = -grad_logprobs[rows, None]
-            if grad_entropy is not None:  # d H / d logits = -p (log p + H)
-                slope = torch.addcmul(slope, grad_entropy[rows, None], logprobs + entropy[rows, None], value=-1)
-            grad = logprobs.exp() * slope
-            if grad_logprobs is not None:
-                grad = grad.scatter_add_(-1, y, grad_logprobs[rows, None])
-            return (grad if ctx.temperature == 1.0 else grad / ctx.temperature).to(h.dtype)
-
-        grad_hidden, grad_weight = [], None
-        size = ctx.chunk * CHUNKS_PER_PRODUCT
-        for start in range(0, max(len(targets), 1), size):
-            end = min(start + size, len(targets))
-            cuts = [*range(start, end, ctx.chunk), end] if end > start else [start, end]
-            grad = torch.cat([grad_logits(*cut) for cut in pairwise(cuts)])
-            grad_hidden.append(grad @ weight)
-            part = (grad.T @ hidden[start:end]).to(nn.wide(hidden.dtype))
-            grad_weight = part if grad_weight is None else grad_weight.add_(part)
+    def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[override]
+        hidden, weight, targets, entropy = ctx.saved_tensors
+        grad_hidden, grad_weight = [], torch.zeros_like(weight, dtype=nn.wide(weight.dtype))
+        for part, product, chunks in _products(hidden, weight, targets, ctx.rows):
+            for rows, logits, y in chunks:
+                logprobs = _log_softmax(logits, ctx.temperature)
+                slope = torch.zeros_like(entropy[rows, None])
+                if grad_logprobs is not None:  # d log p(y) / d logits = onehot(y) - p
+                    slope = -grad_logprobs[rows, None]
+                if grad_entropy is not None:  # d H / d logits = -p (log p + H)
+                    slope = torch.addcmul(slope, grad_entropy[rows, None], logprobs + entropy[rows, None], value=-1)
+                grad = logprobs.exp_().mul_(slope)
+                if grad_logprobs is not None:
+                    grad.scatter_add_(-1, y, grad_logprobs[rows, None])
+                logits.copy_(grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature))
+            grad_hidden.append(product @ weight)  # the product holds the gradient of the logits by now
+            grad_weight += product.T @ hidden[part]
         return torch.cat(grad_hidden), grad_weight, None, None, None

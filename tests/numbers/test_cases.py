@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from algorithms import advantages, kl, objectives, weights
+from algorithms import advantages, kl, logprobs, objectives, weights
 from algorithms.grpo import VARIANTS, Variant, policy_loss
 from algorithms.logprobs import Scores, token_logprobs
 
@@ -56,9 +56,9 @@ def test_whitening():
     close(advantages.whiten(values, mask, moments, eps=1e-8), double(case["expect"]["whitened"]))
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("rows", [1, 4, 100])
 @pytest.mark.parametrize("name", LOGPROBS)
-def test_logprobs_and_entropy(name, chunk):
+def test_logprobs_and_entropy(name, rows):
     case = LOGPROBS[name]
     logits = double(case["inputs"]["logits"])
     targets = torch.tensor(case["inputs"]["targets"])
@@ -67,10 +67,34 @@ def test_logprobs_and_entropy(name, chunk):
         torch.eye(logits.shape[-1], dtype=torch.float64),
         targets.flatten(),
         temperature=case["options"]["temperature"],
-        chunk=chunk,
+        rows=rows,
     )
     close(logprobs.view(targets.shape), double(case["expect"]["logprobs"]))
     close(entropy.view(targets.shape), double(case["expect"]["entropy"]))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_of_log_probabilities_in_pieces(monkeypatch, rows, temperature):
+    """However the rows are cut, in products and in chunks of those, the gradients are those of the plain formula."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", {"cpu": 2 * 11})
+    hidden, weight, targets = torch.randn(9, 4).double(), torch.randn(11, 4).double(), torch.arange(9)
+    pull = torch.randn(2, 9).double()
+
+    def plain(hidden, weight):
+        table = (hidden @ weight.T / temperature).log_softmax(dim=-1)
+        return table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(dim=-1)
+
+    def pieces(hidden, weight):
+        return token_logprobs(hidden, weight, targets, temperature=temperature, rows=rows)
+
+    def gradient(function):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        return torch.autograd.grad(function(*leaves), leaves, list(pull))
+
+    for mine, right in zip(gradient(pieces), gradient(plain), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
 
 
 RATIOS = {
