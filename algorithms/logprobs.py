@@ -3,7 +3,7 @@
 Axes: B rows, T tokens, N scored tokens, V vocabulary, D width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,21 +60,10 @@ def token_logprobs(
     hidden `[N, D]`, weight `[V, D]`, targets `[N]`; both results `[N]`, in float32 at least. At most `rows` rows of
     logits exist at a time, a part of them in float32, in forward and in backward, which computes them again.
     """
-    rows = rows or max(1, LOGITS_PER_PRODUCT // weight.shape[0])
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows)
-
-
-def _products(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int
-) -> Iterator[tuple[slice, Tensor, list[tuple[slice, Tensor, Tensor]]]]:
-    """Logits in the compute dtype, as many rows as are to exist at a time: their slice of N, the logits, and their
-    chunks, each with its own slice of N, its logits (a view) and its targets `[n, 1]`."""
-    chunk = max(1, LOGITS_PER_CHUNK.get(weight.device.type, 1 << 24) // weight.shape[0])
-    for start in range(0, max(len(targets), 1), rows):
-        part = slice(start, min(start + rows, len(targets)))
-        logits = F.linear(hidden[part], weight)
-        cuts = [slice(cut, min(cut + chunk, part.stop)) for cut in range(start, max(part.stop, start + 1), chunk)]
-        yield part, logits, [(cut, logits[cut.start - start : cut.stop - start], targets[cut, None]) for cut in cuts]
+    vocabulary = weight.shape[0]
+    rows = rows or max(1, LOGITS_PER_PRODUCT // vocabulary)
+    chunk = max(1, LOGITS_PER_CHUNK.get(weight.device.type, 1 << 24) // vocabulary)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows, chunk)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
@@ -82,41 +71,53 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return (logits if temperature == 1.0 else logits / temperature).log_softmax(dim=-1)
 
 
+def _cuts(stop: int, size: int) -> list[slice]:
+    """0 to `stop` in slices of at most `size`; of nothing, one empty slice."""
+    return [slice(start, min(start + size, stop)) for start in range(0, max(stop, 1), size)]
+
+
 class _TokenLogprobs(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int):  # type: ignore[override]
+    def forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int, chunk: int):  # type: ignore[override]
         parts = []
-        for _, _, chunks in _products(hidden, weight, targets, rows):
-            for _, logits, y in chunks:
+        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
+            for logits, y in zip(F.linear(h, weight).split(chunk), t.split(chunk), strict=True):
                 logprobs = _log_softmax(logits, temperature)
                 entropy = -torch.linalg.vecdot(logprobs.exp(), logprobs)
-                parts.append((logprobs.gather(-1, y).squeeze(-1), entropy))
+                parts.append((logprobs.gather(-1, y[:, None]).squeeze(-1), entropy))
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        hidden, weight, targets, ctx.temperature, ctx.rows = inputs
+        hidden, weight, targets, ctx.temperature, ctx.rows, ctx.chunk = inputs
         ctx.save_for_backward(hidden, weight, targets, output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[override]
         hidden, weight, targets, entropy = ctx.saved_tensors
+
+        def grad_logits(logits: Tensor, n: slice) -> Tensor:
+            logprobs = _log_softmax(logits, ctx.temperature)
+            slope = torch.zeros_like(entropy[n, None])
+            if grad_logprobs is not None:  # d log p(y) / d logits = onehot(y) - p
+                slope = -grad_logprobs[n, None]
+            if grad_entropy is not None:  # d H / d logits = -p (log p + H)
+                slope = torch.addcmul(slope, grad_entropy[n, None], logprobs + entropy[n, None], value=-1)
+            grad = logprobs.exp() * slope
+            if grad_logprobs is not None:
+                grad = grad.scatter_add(-1, targets[n, None], grad_logprobs[n, None])
+            return grad if ctx.temperature == 1.0 else grad / ctx.temperature
+
         grad_hidden, grad_weight = [], torch.zeros_like(weight, dtype=nn.wide(weight.dtype))
-        for part, product, chunks in _products(hidden, weight, targets, ctx.rows):
-            for rows, logits, y in chunks:
-                logprobs = _log_softmax(logits, ctx.temperature)
-                slope = torch.zeros_like(entropy[rows, None])
-                if grad_logprobs is not None:  # d log p(y) / d logits = onehot(y) - p
-                    slope = -grad_logprobs[rows, None]
-                if grad_entropy is not None:  # d H / d logits = -p (log p + H)
-                    slope = torch.addcmul(slope, grad_entropy[rows, None], logprobs + entropy[rows, None], value=-1)
-                grad = logprobs.exp_().mul_(slope)
-                if grad_logprobs is not None:
-                    grad.scatter_add_(-1, y, grad_logprobs[rows, None])
-                logits.copy_(grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature))
-            grad_hidden.append(product @ weight)  # the product holds the gradient of the logits by now
-            grad_weight += product.T @ hidden[part]
-        return torch.cat(grad_hidden), grad_weight, None, None, None
+        for part in _cuts(len(targets), ctx.rows):
+            h = hidden[part]
+            product = F.linear(h, weight)
+            for cut in _cuts(len(product), ctx.chunk):  # the gradient of the logits takes their place
+                n = slice(part.start + cut.start, part.start + cut.stop)
+                product[cut] = grad_logits(product[cut], n)
+            grad_hidden.append(product @ weight)
+            grad_weight += product.T @ h
+        return torch.cat(grad_hidden), grad_weight, None, None, None, None

@@ -12,9 +12,11 @@ import math
 import zlib
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _WORD = 0xFFFFFFFF
+_BLOCK = 128  # classes that one draw adds up one by one
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -90,10 +92,23 @@ def permutation(key: Tensor, num: int) -> Tensor:
 def categorical(key: Tensor, logits: Tensor) -> Tensor:
     """One draw a row from `softmax(logits)` by inverting the cumulative distribution: `[..., V]` gives `[...]`.
 
-    One uniform number is used for each row. A class with logit -inf is never drawn.
+    One uniform number is used for each row: it falls into a block of classes, and there on a class, so that no sum runs
+    over all classes one by one. A class with logit -inf is never drawn.
     """
-    cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1)
-    total = cumulative[..., -1:]
-    target = uniform(key, (1,), dtype=logits.dtype) * total
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    probs = torch.softmax(logits, dim=-1)
+    if rest := -logits.shape[-1] % _BLOCK:
+        probs = F.pad(probs, (0, rest))
+    blocks = probs.unflatten(-1, (-1, _BLOCK))
+    ends = blocks.sum(dim=-1).cumsum(dim=-1)
+    target = _below(uniform(key, (1,), dtype=logits.dtype) * ends[..., -1:], ends)
+    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
+    start = F.pad(ends, (1, 0)).gather(-1, block)
+    within = blocks.take_along_dim(block[..., None], dim=-2).squeeze(-2).cumsum(dim=-1)
+    place = torch.searchsorted(within, _below(target - start, within), right=True)
+    return (block * _BLOCK + place).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def _below(target: Tensor, cumulative: Tensor) -> Tensor:
+    """What rounding put at the end of a cumulative distribution or beyond, just before the end."""
+    end = cumulative[..., -1:]
+    return torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))

@@ -56,7 +56,9 @@ def sample(logits: Tensor, keys: Tensor, *, temperature: float = 1.0, top_k: int
     """One token a row: logits `[B, V]`, keys `[B, 2]` give `[B]`. Temperature 0 takes the likeliest token."""
     if temperature == 0.0:
         return logits.argmax(dim=-1)
-    logits = logits.to(nn.wide(logits.dtype)) / temperature
+    logits = logits.to(nn.wide(logits.dtype))
+    if temperature != 1.0:
+        logits = logits / temperature
     return random.categorical(keys, filter_logits(logits, top_k=top_k, top_p=top_p))
 
 

@@ -173,24 +173,28 @@ def test_no_global_generator_is_read():
 # ---- distributions
 
 
-@given(seeds, st.lists(st.floats(-3, 3), min_size=2, max_size=6), st.integers(0, 5))
-def test_categorical_frequencies_match_softmax(seed, logits, hole):
+WIDTHS = st.integers(2, 9) | st.integers(120, 400)  # some fill no block of classes, some several
+
+
+@given(seeds, WIDTHS)
+def test_categorical_frequencies_match_softmax(seed, classes):
     """Chi-square, with one class ruled out that must then never be drawn."""
-    logits = torch.tensor([*logits, 0.0])
-    logits[hole % len(logits)] = -torch.inf
-    num = 1 << 14
+    logits = random.normal(random.key(seed), (classes,)).clamp(-2, 2)
+    hole = seed % classes
+    logits[hole] = -torch.inf
+    num = 1 << 13
     counts = torch.bincount(
-        random.categorical(random.split(random.key(seed), num), logits.expand(num, -1)), minlength=len(logits)
+        random.categorical(random.split(random.key(seed), num), logits.expand(num, -1)), minlength=classes
     )
     expected = logits.double().softmax(-1) * num
-    assert counts[hole % len(logits)] == 0
+    assert counts[hole] == 0
     kept = expected > 0
     chi = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
     freedom = int(kept.sum()) - 1
     assert chi < freedom + 6 * math.sqrt(2 * freedom) + 12
 
 
-@given(seeds, st.integers(1, 8), st.integers(1, 9))
+@given(seeds, st.integers(1, 8), WIDTHS)
 def test_categorical_never_draws_what_has_no_probability(seed, rows, classes):
     allowed = random.bernoulli(random.fold_in(random.key(seed), "allowed"), 0.3, (rows, classes))
     allowed[:, seed % classes] = True
@@ -199,13 +203,22 @@ def test_categorical_never_draws_what_has_no_probability(seed, rows, classes):
     assert allowed[torch.arange(rows), drawn].all()
 
 
+@pytest.mark.parametrize("around", [1, 127, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_categorical_at_the_ends_of_the_unit_interval(dtype, monkeypatch):
+def test_categorical_at_the_ends_of_the_unit_interval(dtype, around, monkeypatch):
     """u = 0 takes the first class that is possible, u just below 1 the last, impossible ones on both sides."""
-    logits = torch.tensor([[-torch.inf, 0.1, -torch.inf, 0.7, -torch.inf]], dtype=dtype)
-    for number, expected in ((0.0, 1), (1 - torch.finfo(dtype).eps / 2, 3), (1.0, 3)):  # 1: had rounding led there
+    wall = [-torch.inf] * around
+    logits = torch.tensor([[*wall, 0.1, *wall, 0.7, *wall]], dtype=dtype)
+    first, last = around, 2 * around + 1
+    for number, expected in ((0.0, first), (1 - torch.finfo(dtype).eps / 2, last), (1.0, last)):  # 1: by rounding
         monkeypatch.setattr(random, "uniform", lambda *_, number=number, **__: torch.full((1, 1), number, dtype=dtype))
         assert random.categorical(ROOT[None], logits).tolist() == [expected]
+
+
+@pytest.mark.parametrize("classes", [5, 300])
+def test_categorical_stays_in_range_where_logits_are_not_numbers(classes):
+    drawn = random.categorical(random.split(ROOT, 4), torch.full((4, classes), torch.nan))
+    assert ((drawn >= 0) & (drawn < classes)).all()
 
 
 @given(seeds, st.integers(0, 200))

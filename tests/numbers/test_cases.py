@@ -96,6 +96,9 @@ def test_gradients_of_log_probabilities_in_pieces(monkeypatch, rows, temperature
     for mine, right in zip(gradient(pieces), gradient(plain), strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
 
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    assert torch.autograd.gradgradcheck(pieces, leaves, list(pull)), "second derivatives are right, too"
+
 
 RATIOS = {
     "token": objectives.token_ratio,
