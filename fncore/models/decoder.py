@@ -187,7 +187,7 @@ def block(
     layout: Layout | None,
     *,
     config: Config,
-    kernel: nn.Kernel = "fused",
+    kernel: nn.Kernel | None = None,
 ) -> Tensor:
     """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`. x `[B, T, D]`.
 
@@ -248,7 +248,7 @@ def apply(
     cache: Cache | None = None,
     key: Tensor | None = None,
     layout: Layout | None = None,
-    kernel: nn.Kernel = "fused",
+    kernel: nn.Kernel | None = None,
     block: Callable[..., Tensor] = block,
 ) -> Output:
     """Hidden states of `tokens` `[B, T]`, in the dtype of the parameters.
@@ -271,8 +271,6 @@ def apply(
     if key is not None and config.dropout > 0.0:
         token_keys = random.fold_in(key[:, None], positions)  # [B, T, 2]
         x = nn.dropout(x, random.fold_in(token_keys, "embed"), rate=config.dropout)
-    if cache is not None and tokens.shape[1] == 1:
-        kernel = "math"
     masks: dict[int | None, Tensor | None] = {}
     for index, layer in enumerate(params["layers"]):
         window = None if config.windows is None else config.windows[index]
