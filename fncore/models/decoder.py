@@ -265,8 +265,8 @@ def apply(
     places = positions
     if layout is not None:
         tokens, places = (z.flatten().index_select(0, layout.rows)[None] for z in (tokens, positions))
-    rope = buffers["rope"]["cos"][places], buffers["rope"]["sin"][places]
     x = F.embedding(tokens, params["embed"])
+    rope = buffers["rope"]["cos"][places].to(x.dtype), buffers["rope"]["sin"][places].to(x.dtype)
     token_keys = None
     if key is not None and config.dropout > 0.0:
         token_keys = random.fold_in(key[:, None], positions)  # [B, T, 2]

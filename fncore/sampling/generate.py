@@ -12,6 +12,8 @@ from torch import Tensor
 from fncore import batch, nn, random
 from fncore.models import decoder
 
+SLOTS = 128  # positions by which the cache grows: it is read whole, so neither cut to length nor far too long
+
 
 class Rollouts(NamedTuple):
     """Prompts with their completions, padded on the right. Lengths are recorded: nothing is inferred from ids."""
@@ -116,7 +118,7 @@ def generate(
     hidden = decoder.apply(params, buffers, prompt_tokens, config=config, cache=prefix, key=dropout_keys).hidden
     last = hidden[torch.arange(len(prompts), device=device), starts[::group] - 1]  # [P, D]
     logits = decoder.unembed(params, last).repeat_interleave(group, dim=0)  # [B, V]
-    cache = decoder.widen_cache(prefix, group=group, slots=longest + max_new_tokens)
+    cache = decoder.widen_cache(prefix, group=group, slots=longest + min(SLOTS, max_new_tokens))
 
     stops = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=device)
     active = torch.arange(rows, device=device)  # the rows that the cache and the logits hold
@@ -138,14 +140,15 @@ def generate(
             keep = (~done[active]).nonzero().flatten()
             active, chosen, positions = active[keep], chosen[keep], positions[keep]
             cache = decoder.Cache(*([part[keep] for part in parts] for parts in cache))
-        seen = decoder.Cache(*([part[:, :, : longest + step + 1] for part in parts] for parts in cache))
+        if step and step % SLOTS == 0:
+            cache = decoder.widen_cache(cache, group=1, slots=longest + min(step + SLOTS, max_new_tokens))
         hidden = decoder.apply(
             params,
             buffers,
             chosen[:, None],
             config=config,
             positions=positions[:, None],
-            cache=seen,
+            cache=cache,
             key=None if dropout_keys is None else dropout_keys[active],
         ).hidden
         logits = decoder.unembed(params, hidden[:, 0])

@@ -1,4 +1,5 @@
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -67,13 +68,20 @@ def test_greedy_is_the_likeliest_token_at_every_step(tiny, model, seed, prompts)
 
 
 @every_model
-@given(seed=seeds, prompts=ragged, group=st.integers(1, 3), stops=st.sets(st.integers(0, 10), max_size=4))
-def test_a_batch_of_ragged_prompts_equals_one_by_one(tiny, model, seed, prompts, group, stops):
-    """Rows end at different times, so this runs through compaction too."""
+@given(
+    seed=seeds,
+    prompts=ragged,
+    group=st.integers(1, 3),
+    stops=st.sets(st.integers(0, 10), max_size=4),
+    slots=st.integers(1, 9),
+)
+def test_a_batch_of_ragged_prompts_equals_one_by_one(tiny, model, seed, prompts, group, stops, slots):
+    """Rows end at different times, so this runs through compaction too; and the cache grows by few slots."""
     model = tiny(seed=seed % 5, **MODELS[model])
     keys = keys_of(seed, group * len(prompts))
     options = dict(stops=stops, temperature=1.3)
-    rollouts = run(model, prompts, keys, new=8, **options)
+    with mock.patch("fncore.sampling.generate.SLOTS", slots):
+        rollouts = run(model, prompts, keys, new=8, **options)
     for index, row in enumerate(rollouts.rows()):
         prompt = prompts[index // group]
         expected, truncated = slowly(model, prompt, keys[index], new=8, **options)
